@@ -1,0 +1,128 @@
+"""What FER asks of an engine.
+
+An adapter describes the engine (:meth:`Engine.identity`), builds its empty module (:meth:`Engine.build`), loads it by
+the engine's own full pipeline (:meth:`Engine.load`) and takes a finished module over (:meth:`Engine.adopt`). The
+remaining methods are phases of a start that FER only times; their defaults do nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Sizes of the parallel groups of one launch and this process's place in each.
+
+    ``local_size`` is how many ranks of the launch run on this host: that many editions make one group.
+    ``launch`` names the launch and is the same on all its ranks; two starts of the same command differ in it.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    pp_size: int = 1
+    pp_rank: int = 0
+    dp_size: int = 1
+    dp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
+    local_size: int = 1
+    launch: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineIdentity:
+    """All that decides the bytes of an engine's loaded module, apart from the environment.
+
+    Attributes:
+        engine, engine_version: adapter's name for the engine, and the engine's own version.
+        model, revision: path (or name) as the engine was told it, and the revision.
+        architecture: class of the model.
+        quantization: method name, ``""`` where the weights are not quantised.
+        quantization_config: the method's configuration, plain data.
+        dtype: torch's name of the compute type, such as ``"bfloat16"``.
+        overrides: configuration changed against what the model folder says, plain data.
+        settings: switches that select kernels or weight layouts, plain data.
+        packages: distributions whose version is part of the identity.
+        sources: files whose content is part of the identity (local builders, remote code in the model folder).
+        checkpoint: the files weights are read from.
+        ranks: the parallel layout.
+    """
+
+    engine: str
+    engine_version: str
+    model: str
+    revision: str = ""
+    architecture: str = ""
+    quantization: str = ""
+    quantization_config: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = ""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    packages: Sequence[str] = ()
+    sources: Sequence[Path] = ()
+    checkpoint: Sequence[Path] = ()
+    ranks: Ranks = Ranks()
+
+
+class Engine(ABC):
+    """One rank of an engine, as FER sees it.
+
+    Attributes:
+        device: torch's name of the device the weights live on, ``"cpu"`` or ``"cuda:0"``.
+        mutable: ``fnmatch`` patterns of tensor paths (``"layers.*.running_mean"``) the engine writes while serving;
+            these are copied on attach, everything else is mapped read-only.
+    """
+
+    device: str
+    mutable: Sequence[str] = ()
+
+    @abstractmethod
+    def identity(self) -> EngineIdentity:
+        """What decides the bytes of the loaded module. Reads configuration, never weights.
+
+        Raises:
+            UnsupportedQuantization, CheckpointError: before any loading work.
+        """
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The empty module. Called with ``meta`` as torch's default device; allocates nothing, reads no weights."""
+
+    @abstractmethod
+    def load(self) -> nn.Module:
+        """The finished module, by the engine's own full pipeline: read, shard, quantise, post-process, move."""
+
+    @abstractmethod
+    def adopt(self, module: nn.Module) -> None:
+        """Go on with this module, loaded or attached."""
+
+    def load_tokenizer(self) -> None:
+        """Phase ``tokenizer``."""
+
+    def init_distributed(self) -> None:
+        """Phase ``distributed``: process groups; afterwards :meth:`identity` knows ranks and launch."""
+
+    def agree(self, flag: bool) -> bool:
+        """True where every rank of the launch says True. Ranks must take the same path, attach or load."""
+        return flag
+
+    def allocate_kv(self) -> None:
+        """Phase ``kv``."""
+
+    def warm_up(self) -> None:
+        """Phase ``graphs``, as long as no cudagraph stage takes it over."""
+
+    def first_token(self) -> None:
+        """Produce one token; its end is the end of the start."""
+
+    def estimated_bytes(self) -> int:
+        """Device bytes the loaded weights will need, 0 where unknown; the checkpoint's size is a fair guess."""
+        return sum(path.stat().st_size for path in self.identity().checkpoint)

@@ -1,0 +1,59 @@
+"""One owner object for each descriptor."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Self
+
+
+class Fd:
+    """Owns one open descriptor and closes it exactly once.
+
+    A closed number is forgotten at once: the kernel hands it out again to whoever opens next, and closing it a
+    second time would close a stranger's file.
+    """
+
+    __slots__ = ("_number",)
+
+    def __init__(self, number: int) -> None:
+        if number < 0:
+            raise ValueError(f"not a descriptor: {number}")
+        self._number = number
+
+    def fileno(self) -> int:
+        """The number, for system calls; ownership stays here."""
+        if self._number < 0:
+            raise ValueError("this descriptor is closed")
+        return self._number
+
+    def detach(self) -> int:
+        """Hand the number to the caller, who now owns it."""
+        number, self._number = self.fileno(), -1
+        return number
+
+    def dup(self) -> Fd:
+        """A second descriptor of the same open file, close-on-exec."""
+        return Fd(os.dup(self.fileno()))
+
+    @property
+    def closed(self) -> bool:
+        return self._number < 0
+
+    def close(self) -> None:
+        """Close, if still open."""
+        number, self._number = self._number, -1
+        if number >= 0:
+            os.close(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Fd({self._number})" if self._number >= 0 else "Fd(closed)"

@@ -1,0 +1,1 @@
+"""Stage one: the weights of a dead engine, back in a new process. Reading this package imports no torch."""
