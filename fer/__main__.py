@@ -1,0 +1,8 @@
+"""``python -m fer`` is ``fer``."""
+
+from __future__ import annotations
+
+from fer.cli.main import main
+
+if __name__ == "__main__":
+    main()
