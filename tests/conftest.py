@@ -1,0 +1,62 @@
+"""What every test gets: a clean environment, places of its own, and the end of all that it started."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.descriptors import leaked, open_descriptors
+from tests.support.processes import Children, kill_all_with
+
+_FOREIGN = ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "NOTIFY_SOCKET")
+
+
+@pytest.fixture(autouse=True)
+def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """No setting from outside reaches a test; ``FER_HOME`` and ``FER_RUNTIME_DIR`` are its own.
+
+    Gives the runtime directory. Its path is short, since sockets live in it. Whatever was started with it and still
+    runs after the test, keepers that detached themselves included, is killed.
+    """
+    for name in [*os.environ]:
+        if name.startswith(("FER_", "LISTEN_")) or name in _FOREIGN:
+            monkeypatch.delenv(name)
+    runtime = Path(tempfile.mkdtemp(prefix="fer-test-"))
+    monkeypatch.setenv("FER_HOME", str(tmp_path / "fer-home"))
+    monkeypatch.setenv("FER_RUNTIME_DIR", str(runtime))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield runtime
+    kill_all_with("FER_RUNTIME_DIR", str(runtime))
+    shutil.rmtree(runtime, ignore_errors=True)
+
+
+@pytest.fixture
+def runtime_dir(places: Path) -> Path:
+    """The test's own runtime directory."""
+    return places
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    """Starts child processes; those that are left at the end are killed before anything else is torn down."""
+    started = Children()
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def no_fd_leak() -> Iterator[None]:
+    """Fails the test if descriptors are open after it that were not before it."""
+    gc.collect()
+    before = open_descriptors()
+    yield
+    gc.collect()
+    left = leaked(before, open_descriptors())
+    assert not left, f"descriptors left open: {left}"
