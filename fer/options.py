@@ -35,9 +35,7 @@ OTHER_VARIABLES = {
 }
 """``FER_*`` variables that are no setting of a class here, with what they are for."""
 
-_FOREIGN = re.compile(
-    r"FER_(PORT|SERVICE_)"
-)  # Kubernetes makes these for a Service named fer
+_FOREIGN = re.compile(r"FER_(PORT|SERVICE_)")  # Kubernetes makes these for a Service named fer
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _FACTOR = {
     "": 1,
@@ -58,11 +56,7 @@ def parse_bytes(value: Any) -> int:
         raise ValueError('a size in bytes such as 4096, "512MiB" or "120GiB"')
     number, unit = float(match[1]), (match[2] or "").lower()
     # Whole numbers stay exact: a float would round sizes above 2**53.
-    return (
-        int(match[1]) * _FACTOR[unit]
-        if number.is_integer() and match[1].isdigit()
-        else int(number * _FACTOR[unit])
-    )
+    return int(match[1]) * _FACTOR[unit] if number.is_integer() and match[1].isdigit() else int(number * _FACTOR[unit])
 
 
 def _optional_bytes(value: Any) -> int | None:
@@ -105,11 +99,7 @@ def _count(value: Any) -> int:
 
 
 def _counts(value: Any) -> tuple[int, ...]:
-    items = (
-        [part for part in value.split(",") if part.strip()]
-        if isinstance(value, str)
-        else value
-    )
+    items = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
     if isinstance(items, Iterable) and not isinstance(items, (bytes, Mapping)):
         return tuple(_count(item) for item in items)
     raise ValueError('whole numbers such as "1000,1001"')
@@ -118,11 +108,7 @@ def _counts(value: Any) -> tuple[int, ...]:
 def _path(value: Any) -> Path | None:
     if value is None:
         return None
-    if (
-        not isinstance(value, (str, os.PathLike))
-        or "\0" in str(value)
-        or not str(value).strip()
-    ):
+    if not isinstance(value, (str, os.PathLike)) or "\0" in str(value) or not str(value).strip():
         raise ValueError("a path")
     return Path(value).expanduser()
 
@@ -160,16 +146,9 @@ class Setting:
     parse: Parser
 
 
-def _setting(
-    default: Any,
-    doc: str,
-    parse: Parser | None = None,
-    *,
-    choices: tuple[str, ...] = (),
-) -> Any:
+def _setting(default: Any, doc: str, parse: Parser | None = None, *, choices: tuple[str, ...] = ()) -> Any:
     return dataclasses.field(
-        default=default,
-        metadata={"doc": doc, "parse": parse or _choice(*choices), "choices": choices},
+        default=default, metadata={"doc": doc, "parse": parse or _choice(*choices), "choices": choices}
     )
 
 
@@ -182,9 +161,7 @@ class _Settings:
     def __post_init__(self) -> None:
         for setting in self.settings():
             # Texts such as "120GiB" are welcome from Python too; the object holds the parsed value.
-            parsed = _parsed(
-                setting, getattr(self, setting.name), f"argument {setting.name}"
-            )
+            parsed = _parsed(setting, getattr(self, setting.name), f"argument {setting.name}")
             object.__setattr__(self, setting.name, parsed)
 
     @classmethod
@@ -206,11 +183,7 @@ class _Settings:
 
     @classmethod
     def load(
-        cls,
-        *,
-        environ: Mapping[str, str] | None = None,
-        defaults: Mapping[str, Any] | None = None,
-        **arguments: Any,
+        cls, *, environ: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None, **arguments: Any
     ) -> Self:
         """Settings from ``arguments`` (None: not given), ``FER_*``, ``fer.toml`` and defaults.
 
@@ -227,35 +200,18 @@ class _Settings:
         _refuse_unknown([*arguments, *(defaults or {})], table, "argument")
         path, content = _read_file(environ)
         values, sources = dict(defaults or {}), dict.fromkeys(table, "default")
-        found = {
-            name: (value, str(path))
-            for name, value in content.get(cls._table, {}).items()
-        }
-        found |= {
-            n: (environ[s.variable], s.variable)
-            for n, s in table.items()
-            if environ.get(s.variable)
-        }
-        found |= {
-            name: (value, "argument")
-            for name, value in arguments.items()
-            if value is not None
-        }
+        found = {name: (value, str(path)) for name, value in content.get(cls._table, {}).items()}
+        found |= {n: (environ[s.variable], s.variable) for n, s in table.items() if environ.get(s.variable)}
+        found |= {name: (value, "argument") for name, value in arguments.items() if value is not None}
         for name, (value, source) in found.items():
             where = f"{source}: {name}" if source == str(path) else source
-            values[name] = _parsed(
-                table[name],
-                value,
-                f"argument {name}" if source == "argument" else where,
-            )
+            values[name] = _parsed(table[name], value, f"argument {name}" if source == "argument" else where)
             sources[name] = source
         return cls(**values, sources=sources)  # type: ignore[call-arg]  # a dataclass, see settings()
 
     def replace(self, **arguments: Any) -> Self:
         """A copy with some settings changed, None meaning unchanged. Raises OptionError as :meth:`load` does."""
-        _refuse_unknown(
-            arguments, {setting.name for setting in self.settings()}, "argument"
-        )
+        _refuse_unknown(arguments, {setting.name for setting in self.settings()}, "argument")
         given = {name: value for name, value in arguments.items() if value is not None}
         sources = {**self.sources, **dict.fromkeys(given, "argument")}
         return dataclasses.replace(self, **given, sources=sources)  # type: ignore[type-var]  # a dataclass, see above
@@ -270,9 +226,7 @@ class Options(_Settings):
         "daemon: start a keeper if none runs; client: a keeper must be there; off: the engine's own path",
         choices=("daemon", "client", "off"),
     )
-    on_miss: Literal["load", "fail"] = _setting(
-        "load", "what to do when nothing kept fits", choices=("load", "fail")
-    )
+    on_miss: Literal["load", "fail"] = _setting("load", "what to do when nothing kept fits", choices=("load", "fail"))
     verify: Literal["off", "fast", "full"] = _setting(
         "fast",
         "check of attached weights; fast: all bytes on a GPU, seals and samples on the host; full: every byte",
@@ -281,11 +235,7 @@ class Options(_Settings):
     transport: Literal["auto", "vmm", "cuda-ipc"] = _setting(
         "auto", "how weights on a GPU are shared", choices=("auto", "vmm", "cuda-ipc")
     )
-    wait_s: float = _setting(
-        600.0,
-        "seconds to wait for another engine that loads the same weights",
-        _seconds,
-    )
+    wait_s: float = _setting(600.0, "seconds to wait for another engine that loads the same weights", _seconds)
     on_wait_timeout: Literal["load", "fail"] = _setting(
         "load", "what to do when that engine takes longer", choices=("load", "fail")
     )
@@ -293,23 +243,13 @@ class Options(_Settings):
     kernels: bool = _setting(True, "keep and restore compiled kernels", _boolean)
     cudagraph: bool = _setting(True, "keep and restore CUDA graphs", _boolean)
     distinit: bool = _setting(True, "speed up the set-up of process groups", _boolean)
-    slab_bytes: int = _setting(
-        0, "size of one slab, 0: chosen by the model's size", parse_bytes
-    )
-    home: Path | None = _setting(
-        None, "folder of archives, by default $XDG_CACHE_HOME/fer", _path
-    )  # noqa: RUF009 - a field()
-    runtime_dir: Path | None = _setting(
-        None, "folder of sockets, by default $XDG_RUNTIME_DIR/fer", _path
-    )  # noqa: RUF009 - a field()
+    slab_bytes: int = _setting(0, "size of one slab, 0: chosen by the model's size", parse_bytes)
+    home: Path | None = _setting(None, "folder of archives, by default $XDG_CACHE_HOME/fer", _path)  # noqa: RUF009 - is a field
+    runtime_dir: Path | None = _setting(None, "folder of sockets, by default $XDG_RUNTIME_DIR/fer", _path)  # noqa: RUF009 - is a field
     log: Literal["debug", "info", "warning", "error"] = _setting(
-        "info",
-        "least severe message that is logged",
-        choices=("debug", "info", "warning", "error"),
+        "info", "least severe message that is logged", choices=("debug", "info", "warning", "error")
     )
-    sources: Mapping[str, str] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
-    )
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,20 +258,12 @@ class KeeperOptions(_Settings):
 
     _table = "keeper"
 
-    budget_editions: int = _setting(
-        1, "editions without a lease that may stay on each GPU", _count
-    )
+    budget_editions: int = _setting(1, "editions without a lease that may stay on each GPU", _count)
     budget_bytes: int | None = _setting(
-        None,
-        "bytes that editions without a lease may hold on each GPU, none: no limit",
-        _optional_bytes,
+        None, "bytes that editions without a lease may hold on each GPU, none: no limit", _optional_bytes
     )
-    allow_uids: tuple[int, ...] = _setting(
-        (), "user ids that may connect beside the keeper's own", _counts
-    )
-    sources: Mapping[str, str] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
-    )
+    allow_uids: tuple[int, ...] = _setting((), "user ids that may connect beside the keeper's own", _counts)
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 CLASSES: tuple[type[_Settings], ...] = (Options, KeeperOptions)
@@ -339,9 +271,7 @@ CLASSES: tuple[type[_Settings], ...] = (Options, KeeperOptions)
 
 def known_variables() -> set[str]:
     """Every ``FER_*`` variable that means something."""
-    return {setting.variable for cls in CLASSES for setting in cls.settings()} | set(
-        OTHER_VARIABLES
-    )
+    return {setting.variable for cls in CLASSES for setting in cls.settings()} | set(OTHER_VARIABLES)
 
 
 _warned: set[str] = set()
@@ -353,29 +283,18 @@ def warn_about_unknown(environ: Mapping[str, str]) -> None:
     for name in sorted(set(environ) - known - _warned):
         if name.startswith("FER_") and not _FOREIGN.match(name):
             _warned.add(name)
-            warnings.warn(
-                f"{name} is no variable of FER and is ignored.{_nearest(name, known)}",
-                stacklevel=3,
-            )
+            warnings.warn(f"{name} is no variable of FER and is ignored.{_nearest(name, known)}", stacklevel=3)
 
 
 def config_path(environ: Mapping[str, str]) -> Path | None:
     """The settings file in force: ``FER_CONFIG``, else ``./fer.toml``, else the user's own; None where none exists."""
     if environ.get("FER_CONFIG"):
         return Path(environ["FER_CONFIG"]).expanduser()
-    user = (
-        Path(environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
-        / "fer"
-        / "fer.toml"
-    )
-    return next(
-        (path for path in (Path("fer.toml").absolute(), user) if path.is_file()), None
-    )
+    user = Path(environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()) / "fer" / "fer.toml"
+    return next((path for path in (Path("fer.toml").absolute(), user) if path.is_file()), None)
 
 
-def _read_file(
-    environ: Mapping[str, str],
-) -> tuple[Path | None, dict[str, dict[str, Any]]]:
+def _read_file(environ: Mapping[str, str]) -> tuple[Path | None, dict[str, dict[str, Any]]]:
     """The settings file's tables by name, ``""`` for the top level, every key known."""
     path = config_path(environ)
     if path is None:
@@ -383,30 +302,18 @@ def _read_file(
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise OptionError(
-            f"cannot read {path}",
-            why=error.strerror or str(error),
-            fix="Check FER_CONFIG",
-        ) from error
+        raise OptionError(f"cannot read {path}", why=error.strerror or str(error), fix="Check FER_CONFIG") from error
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError alike
         raise OptionError(f"{path} is not valid TOML", why=str(error)) from error
     content: dict[str, dict[str, Any]] = {}
     for cls in CLASSES:
         table = document.pop(cls._table, {}) if cls._table else {}
         if not isinstance(table, dict):
-            raise OptionError(
-                f"{path}: {cls._table} must be a table", fix=f"Write [{cls._table}]"
-            )
-        _refuse_unknown(
-            table,
-            {setting.name for setting in cls.settings()},
-            f"{path}: {cls._table} key",
-        )
+            raise OptionError(f"{path}: {cls._table} must be a table", fix=f"Write [{cls._table}]")
+        _refuse_unknown(table, {setting.name for setting in cls.settings()}, f"{path}: {cls._table} key")
         content[cls._table] = table
     top = {setting.name for setting in Options.settings()}
-    _refuse_unknown(
-        document, top | {cls._table for cls in CLASSES if cls._table}, f"{path}: key"
-    )
+    _refuse_unknown(document, top | {cls._table for cls in CLASSES if cls._table}, f"{path}: key")
     return path, content | {"": document}
 
 
@@ -414,22 +321,14 @@ def _parsed(setting: Setting, value: Any, where: str) -> Any:
     try:
         return setting.parse(value)
     except ValueError as error:
-        raise OptionError(
-            f"{where} has the bad value {value!r}",
-            fix=f"Give {error}",
-            name=setting.name,
-        ) from None
+        raise OptionError(f"{where} has the bad value {value!r}", fix=f"Give {error}", name=setting.name) from None
 
 
 def _refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> None:
     known = set(known)
     for name in names:
         if name not in known:
-            raise OptionError(
-                f"{what} {name!r} is unknown",
-                fix=_nearest(name, known).strip(),
-                name=name,
-            )
+            raise OptionError(f"{what} {name!r} is unknown", fix=_nearest(name, known).strip(), name=name)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

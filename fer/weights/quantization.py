@@ -43,14 +43,8 @@ def of_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         packed = _packed_experts(config)
         return ("mixed", packed) if packed else ("", {})
     details = {**found, **_packed_experts(config)}
-    method = (
-        details.get("quant_method")
-        or details.get("quant_algo")
-        or details.get("quant_type")
-    )
-    if not method and isinstance(
-        details.get("quantization"), Mapping
-    ):  # ModelOpt's own hf_quant_config.json
+    method = details.get("quant_method") or details.get("quant_algo") or details.get("quant_type")
+    if not method and isinstance(details.get("quantization"), Mapping):  # ModelOpt's own hf_quant_config.json
         method = details["quantization"].get("quant_algo")
     if not method:
         flags = [flag for flag in ("load_in_8bit", "load_in_4bit") if details.get(flag)]
@@ -70,9 +64,7 @@ def check(method: str, config: Mapping[str, Any]) -> None:
         UnsupportedQuantization: naming the method and, where only a variant is refused, the variant.
     """
     entry = ALLOWED.get(method)
-    title, why = (
-        (_title(method, config), "") if entry is None else entry.objection(config)
-    )
+    title, why = (_title(method, config), "") if entry is None else entry.objection(config)
     if entry is not None and not why:
         return
     allowed = ", ".join(allowed.title for allowed in ALLOWED.values())
@@ -89,20 +81,14 @@ def _quantizations(config: Mapping[str, Any]) -> Any:
     for key in ("quantization_config", "compression_config"):
         found = config.get(key)
         if found is not None and not isinstance(found, Mapping):
-            found = (
-                found.to_dict()
-                if hasattr(found, "to_dict")
-                else {"quant_method": str(found)}
-            )
+            found = found.to_dict() if hasattr(found, "to_dict") else {"quant_method": str(found)}
         if found:
             yield dict(found)
     if config.get("gguf_file"):
         yield {"quant_method": "gguf"}
     for value in config.values():
         # Multimodal models keep it in text_config and the like.
-        if isinstance(value, Mapping) and (
-            "quantization_config" in value or "compression_config" in value
-        ):
+        if isinstance(value, Mapping) and ("quantization_config" in value or "compression_config" in value):
             yield from _quantizations(value)
 
 
@@ -111,9 +97,7 @@ def _packed_experts(config: Mapping[str, Any]) -> dict[str, Any]:
         config,
         *(value for value in config.values() if isinstance(value, Mapping)),
     ]
-    found = next(
-        (part["expert_dtype"] for part in parts if part.get("expert_dtype")), None
-    )
+    found = next((part["expert_dtype"] for part in parts if part.get("expert_dtype")), None)
     plain = {
         "bfloat16",
         "float16",
@@ -124,11 +108,7 @@ def _packed_experts(config: Mapping[str, Any]) -> dict[str, Any]:
         "fp8",
         "float8_e4m3fn",
     }
-    return (
-        {}
-        if found is None or str(found).removeprefix("torch.") in plain
-        else {"expert_dtype": str(found)}
-    )
+    return {} if found is None or str(found).removeprefix("torch.") in plain else {"expert_dtype": str(found)}
 
 
 def _unquantized(config: Mapping[str, Any]) -> tuple[str, str]:
@@ -161,11 +141,7 @@ def _block_fp8(config: Mapping[str, Any]) -> tuple[str, str]:
     block = config.get("weight_block_size")
     if not block:
         return "fp8 (per-tensor)", "it has no weight_block_size"
-    if (
-        not isinstance(block, (list, tuple))
-        or len(block) != 2
-        or not all(_is_size(size) for size in block)
-    ):
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(_is_size(size) for size in block):
         return (
             f"fp8 (weight_block_size {block!r})",
             "two sizes greater than zero are expected",
@@ -191,9 +167,7 @@ def _block_fp8(config: Mapping[str, Any]) -> tuple[str, str]:
             "only float32 scales are covered",
         )
     strange = sorted(
-        key
-        for key, value in config.items()
-        if key not in _BLOCK_FP8_KEYS and value not in (None, False, [], {})
+        key for key, value in config.items() if key not in _BLOCK_FP8_KEYS and value not in (None, False, [], {})
     )
     if strange:
         return (
@@ -211,21 +185,11 @@ def _title(method: str, config: Mapping[str, Any]) -> str:
     """The method by the name its users know, with the variant that matters."""
     algorithm = config.get("quant_algo") or config.get("format")
     if method == "bitsandbytes":
-        bits = (
-            "4-bit"
-            if config.get("load_in_4bit")
-            else "8-bit"
-            if config.get("load_in_8bit")
-            else ""
-        )
+        bits = "4-bit" if config.get("load_in_4bit") else "8-bit" if config.get("load_in_8bit") else ""
         return f"bitsandbytes {bits}".strip()
     if method in {"awq", "gptq", "hqq"} and config.get("bits"):
         return f"{method} ({config['bits']}-bit)"
-    return (
-        f"{method} ({algorithm})"
-        if algorithm and str(algorithm).lower() != method
-        else method
-    )
+    return f"{method} ({algorithm})" if algorithm and str(algorithm).lower() != method else method
 
 
 ALLOWED: dict[str, Allowed] = {
