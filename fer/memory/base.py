@@ -8,6 +8,7 @@ long as something uses it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,12 @@ class Mapping(ABC):
             MappingError: the slab is still mapped writable somewhere.
         """
 
+    def populate(self) -> None:  # noqa: B027 - an optional hint, not a forgotten abstract method
+        """Bring the pages in ahead of first use, where that saves time (host: the page faults of the first pass).
+
+        Takes time in proportion to the size and leaves the GIL alone, so a background thread may do it.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Unmap. Safe to call twice. Nothing may use the memory any more."""
@@ -96,6 +103,25 @@ class Backend(ABC):
             SlabLost: the descriptor does not import (any more), or is no slab of that size.
             MappingError: no address range could be had.
         """
+
+    def attach_many(self, slabs: Sequence[tuple[Fd, int, int]]) -> list[Mapping]:
+        """Map several slabs, ``(fd, size, address)`` each; all or none. Takes ownership of every ``fd``.
+
+        Raises:
+            SlabLost, MappingError: as :meth:`attach`; what was mapped before is unmapped again.
+        """
+        mappings: list[Mapping] = []
+        try:
+            for fd, size, address in slabs:
+                mappings.append(self.attach(fd, size, address=address))
+        except BaseException:
+            for mapping in mappings:
+                mapping.close()
+            raise
+        finally:
+            for fd, _, _ in slabs:
+                fd.close()
+        return mappings
 
     @abstractmethod
     def room(self) -> Room:

@@ -1,0 +1,148 @@
+"""The only file that touches private names of torch.
+
+Private names move between releases, so each stands in :data:`NAMES` with its purpose and the versions it was seen in,
+and a contract test walks that table on every supported torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fer.errors import FerBug, MappingError
+from fer.memory.base import Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateName:
+    """One private name of torch.
+
+    Attributes:
+        path: dotted, below ``torch``.
+        purpose: what FER needs it for.
+        seen: torch versions the contract test passed on.
+        cuda_only: absent in CPU builds of torch.
+    """
+
+    path: str
+    purpose: str
+    seen: tuple[str, ...]
+    cuda_only: bool = False
+
+
+NAMES: Final = (
+    PrivateName(
+        path="_C._construct_storage_from_data_pointer",
+        purpose="a storage over memory that torch did not allocate",
+        seen=("2.13.0",),
+    ),
+    PrivateName(
+        path="multiprocessing.reductions.StorageWeakRef",
+        purpose="see whether a storage that was moved into a slab is still alive somewhere",
+        seen=("2.13.0",),
+    ),
+    PrivateName(
+        path="_C._cuda_customAllocator",
+        purpose="let torch allocate inside the arena's named ranges",
+        seen=(),
+        cuda_only=True,
+    ),
+)
+
+
+def lookup(path: str) -> Any:
+    """The object behind a private name of torch, or None where this torch has none."""
+    found: Any = torch
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _need(path: str) -> Any:
+    found = lookup(path)
+    if found is None:
+        raise MappingError(
+            f"this torch ({torch.__version__}) has no torch.{path}",
+            why=next((name.purpose for name in NAMES if name.path == path), ""),
+            fix="Use a torch release listed in fer.memory.torch_private.NAMES, or report it.",
+        )
+    return found
+
+
+def storage_over(address: int, device: torch.device | str, nbytes: int, owner: object) -> torch.UntypedStorage:
+    """A storage over foreign memory.
+
+    Args:
+        address: first byte, in the address space of ``device``.
+        nbytes: length; 0 gives an ordinary empty storage, for which torch wants no pointer.
+        owner: kept alive until torch frees the storage, that is until the last tensor over it is gone.
+    """
+    if nbytes == 0:
+        return torch.UntypedStorage(0, device=torch.device(device))
+    make = _need("_C._construct_storage_from_data_pointer")
+    storage: torch.UntypedStorage = make(address, torch.device(device), nbytes)
+    # torch keeps a storage's Python object for as long as the C++ storage lives, though no Python reference is left,
+    # and drops it with the storage. That makes an attribute the right place for the owner; the contract test holds it.
+    storage._fer_owner = owner  # type: ignore[attr-defined]
+    return storage
+
+
+def storage_within(mapping: Mapping, offset: int, nbytes: int, device: str) -> torch.UntypedStorage:
+    """A storage over part of a mapping, which it keeps alive; what backends answer to :meth:`Backend.storage`.
+
+    Raises:
+        FerBug: the part reaches outside of the mapping.
+    """
+    if offset < 0 or nbytes < 0 or offset + nbytes > mapping.size:
+        raise FerBug(f"bytes {offset} to {offset + nbytes} of a slab of {mapping.size}")
+    return storage_over(mapping.address + offset, device, nbytes, mapping)
+
+
+def owner_of(storage: torch.UntypedStorage) -> object | None:
+    """The owner given to :func:`storage_over`; None for any other storage."""
+    return getattr(storage, "_fer_owner", None)
+
+
+def tensor_over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A tensor over a storage; ``stride`` and ``offset`` are in elements, as torch counts them.
+
+    Raises:
+        FerBug: the tensor would reach past its storage (torch would silently try to grow it).
+    """
+    reach = 0 if 0 in shape else offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+    if reach * dtype.itemsize > storage.nbytes():
+        raise FerBug(f"a tensor of {reach * dtype.itemsize} bytes over a storage of {storage.nbytes()}")
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload, no-any-return]
+
+
+class WeakStorage:
+    """A weak reference to a torch storage (not to its Python object, which comes and goes).
+
+    Usage: make it while the storage lives, drop the tensors, then ask :meth:`expired`.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def expired(self) -> bool:
+        """True once torch has freed the storage."""
+        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
+
+
+def custom_allocator(allocate: int, free: int) -> Any:
+    """A torch CUDA allocator over two C functions, for ``torch.cuda.MemPool``.
+
+    Args:
+        allocate: address of ``void *(ssize_t size, int device, cudaStream_t stream)``.
+        free: address of ``void (void *pointer, ssize_t size, int device, cudaStream_t stream)``.
+
+    Raises:
+        MappingError: this is a CPU build of torch.
+    """
+    return _need("_C._cuda_customAllocator")(allocate, free)
