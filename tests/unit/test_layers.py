@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fer.memory", "fer.engines.base", "fer.environment", "fer.fingerprint"),
     ("fer.weights",),
     ("fer.diagnosis",),
-    ("fer.stages",),
+    ("fer.stages", "fer.weights.stage"),
     ("fer.recover",),
     ("fer.engines",),  # adapters stand beside recover; STRANGERS keeps them and the stages apart
     ("fer.standby",),

@@ -1,0 +1,125 @@
+"""How commands speak: tables and errors for people, one JSON object for programs.
+
+Results go to stdout, everything else (progress, log lines, errors in text) to stderr. With ``--json`` stdout holds
+exactly one object; an error is ``{"error": {"kind", "what", "why", "fix", "fields"}}`` there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fer.cli.exit_codes import code_of
+from fer.errors import FerError
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def out() -> Console:
+    """Stdout. Made on every call, since tests and pipes replace it; rich itself honours NO_COLOR."""
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def err() -> Console:
+    """Stderr."""
+    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+
+def emit(as_json: bool, data: dict[str, Any], text: Callable[[Console], None]) -> None:
+    """Print a result: ``data`` as JSON, or what ``text`` prints."""
+    if as_json:
+        print(json.dumps(data, indent=2, default=str), flush=True)
+    else:
+        text(out())
+
+
+def print_error(error: BaseException, as_json: bool) -> None:
+    """Print an error the way the command speaks."""
+    if isinstance(error, FerError):
+        described = error.to_dict()
+    else:
+        described = {"kind": type(error).__name__, "what": str(error) or type(error).__name__, "why": "", "fix": ""}
+    if as_json:
+        print(json.dumps({"error": described}, indent=2, default=str), flush=True)
+        return
+    console = err()
+    console.print(f"[bold red]error:[/] {escape(described['what'])}", soft_wrap=True)
+    for label in ("why", "fix"):
+        if described[label]:
+            console.print(f"  [bold]{label}:[/] {escape(described[label])}", soft_wrap=True)
+    for holder in described.get("fields", {}).get("holders") or ():
+        console.print(f"  [bold]holder:[/] {escape(str(holder))}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def guarded(as_json: bool = False) -> Iterator[None]:
+    """Around the body of every command: FER's errors are printed and become exit codes.
+
+    Other exceptions are bugs: they keep their traceback (on stderr, so that ``--json`` stays readable).
+    """
+    try:
+        yield
+    except FerError as error:
+        print_error(error, as_json)
+        raise typer.Exit(code_of(error)) from None
+    except Exception as error:
+        if not as_json or type(error).__module__.startswith(("typer", "click")):
+            raise
+        traceback.print_exc()
+        print_error(error, as_json)
+        raise typer.Exit(code_of(error)) from None
+
+
+def log_to_stderr(level: str = "info") -> None:
+    """Show FER's log, the one line a stage among it, on stderr."""
+    logger = logging.getLogger("fer")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("fer: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+
+
+def escape(text: str) -> str:
+    """Text with rich's markup switched off."""
+    from rich.markup import escape as rich_escape
+
+    return rich_escape(text)
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table in the house style; the columns named in ``right`` hold figures."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def size(count: int | None) -> str:
+    """Bytes for people: ``"1.5 GiB"``; ``"?"`` where unknown."""
+    if count is None:
+        return "?"
+    amount, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1024 or unit == "TiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def ago(created: float) -> str:
+    """Time since a moment (seconds since the epoch) for people: ``"3 min"``."""
+    seconds = max(0.0, time.time() - created)
+    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / divisor:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"

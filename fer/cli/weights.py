@@ -1,0 +1,201 @@
+"""``fer load | status | explain | verify | evict``: what is kept, why a start would miss, and room for another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fer.cli.flags import Device, Home, Model, RuntimeDir, SlabBytes, Transport, Verify
+from fer.cli.output import JsonFlag, ago, emit, escape, guarded, log_to_stderr, size, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fer.weights.client import KeeperClient
+
+Edition = Annotated[str | None, typer.Argument(help="An edition, or the beginning of its name.", show_default=False)]
+Gpu = Annotated[str | None, typer.Option("--gpu", help="A GPU's UUID, or host.", show_default=False)]
+
+
+def load(
+    model: Model,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="torch's name of a dtype, or auto.")] = "auto",
+    verify: Verify = None,
+    transport: Transport = None,
+    slab_bytes: SlabBytes = None,
+    home: Home = None,
+    runtime_dir: RuntimeDir = None,
+    json: JsonFlag = False,
+) -> None:
+    """Load a model and leave its weights with the keeper, ahead of the first engine.
+
+    This process ends when the weights are kept. With the transport cuda-ipc it stays, since they live only as long as
+    it does.
+    """
+    with guarded(json):
+        from fer.cli.preload import preload
+
+        log_to_stderr("warning" if json else "info")
+        preload(
+            model,
+            device=device,
+            dtype=dtype,
+            as_json=json,
+            verify=verify,
+            transport=transport,
+            slab_bytes=slab_bytes,
+            home=home,
+            runtime_dir=runtime_dir,
+        )
+
+
+def status(runtime_dir: RuntimeDir = None, json: JsonFlag = False) -> None:
+    """Show the keeper: what it holds, on which GPU, who uses it, and whether it would survive its own death."""
+    with guarded(json):
+        from fer.weights.client import KeeperClient
+
+        with KeeperClient.connect(runtime_dir, label="fer status") as client:
+            found = client.status()
+        emit(json, plain(found), lambda console: _print_status(console, found))
+
+
+def _print_status(console: Console, found: Any) -> None:
+    protection = found.protection
+    if protection == "none":
+        protection = "[bold red]none: its own death would lose what it holds[/]"
+    console.print(f"Keeper {found.pid}, version {escape(found.version)}, protected by {protection}")
+    if not found.editions:
+        console.print("It holds no editions.")
+    rows = table("edition", "model", "ranks", "gpu", "size", "slabs", "age", "used by", right=("size", "slabs"))
+    for edition in found.editions:
+        users = ", ".join(holder(user) for user in edition.holders)
+        rows.add_row(
+            edition.edition[:12],
+            escape(model_of(edition.fields)),
+            escape(edition.rank),
+            edition.gpu,
+            size(edition.bytes),
+            str(edition.slabs),
+            ago(edition.created),
+            escape(users) or "nobody",
+        )
+    if found.editions:
+        console.print(rows)
+
+
+def explain(
+    model: Model,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="torch's name of a dtype, or auto.")] = "auto",
+    runtime_dir: RuntimeDir = None,
+    json: JsonFlag = False,
+) -> None:
+    """Say whether a start with this model would attach, and if not, which fields differ from what is kept."""
+    with guarded(json):
+        from fer.cli.explanation import explain as find
+
+        found = find(model, device=device, dtype=dtype, runtime_dir=runtime_dir)
+        emit(json, found.to_json(), found.print)
+        if not found.would_attach:
+            raise typer.Exit(3)
+
+
+def verify(
+    edition: Edition = None,
+    full: Annotated[bool, typer.Option("--full", help="Compare the digest of every tensor, too.")] = False,
+    runtime_dir: RuntimeDir = None,
+    json: JsonFlag = False,
+) -> None:
+    """Compare every byte of kept editions (all of them, or one) with what was published."""
+    with guarded(json):
+        from fer.cli.verification import verify as check
+
+        log_to_stderr("warning" if json else "info")
+        check(edition, full=full, runtime_dir=runtime_dir, as_json=json)
+
+
+def evict(
+    edition: Edition = None,
+    gpu: Gpu = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every edition that nobody uses.")] = False,
+    runtime_dir: RuntimeDir = None,
+    json: JsonFlag = False,
+) -> None:
+    """Give up editions that nobody uses, and free their memory. Name one, a GPU, or --all."""
+    with guarded(json):
+        from fer.errors import UsageError
+        from fer.weights.client import KeeperClient
+
+        if sum((edition is not None, gpu is not None, everything)) != 1:
+            raise UsageError("name what to evict", fix="Give exactly one of EDITION, --gpu and --all")
+        with KeeperClient.connect(runtime_dir, label="fer evict") as client:
+            name = None if edition is None else full_name(client, edition)
+            gone = client.evict(name, gpu=gpu)
+
+        def text(console: Console) -> None:
+            for info in gone:
+                console.print(f"Evicted {info.edition[:12]}: {size(info.bytes)} freed on {info.gpu}")
+            if not gone:
+                console.print("Nothing to evict.")
+
+        emit(json, {"evicted": [plain(info) for info in gone]}, text)
+
+
+def full_name(client: KeeperClient, beginning: str) -> str:
+    """The edition whose name begins so.
+
+    Raises:
+        UsageError: none does, or more than one.
+    """
+    from fer.errors import UsageError
+
+    names = [info.edition for info in client.status().editions]
+    found = [name for name in names if name.startswith(beginning)]
+    if beginning in found:
+        return beginning
+    if len(found) != 1:
+        raise UsageError(
+            f"{len(found) or 'no'} editions begin with {beginning!r}",
+            fix="Give more of its name" if found else f"The keeper holds: {', '.join(names) or 'none'}",
+        )
+    return found[0]
+
+
+def holder(user: Any) -> str:
+    """One lease for people."""
+    return f"{user.label or 'process'} ({user.pid})"
+
+
+def model_of(fields: bytes) -> str:
+    """The model's name out of an edition's fingerprint, ``"?"`` where it cannot be read."""
+    from fer.errors import FerError
+    from fer.fingerprint import Fingerprint
+
+    try:
+        return str(Fingerprint.from_json(fields).group.get("model", "?"))
+    except (FerError, ValueError):
+        return "?"
+
+
+def plain(thing: Any) -> Any:
+    """A structure of the wire as plain data for JSON; fingerprints are decoded, other bytes are left out."""
+    import json
+
+    import msgspec
+
+    if isinstance(thing, msgspec.Struct):
+        return {name: plain(getattr(thing, name)) for name in thing.__struct_fields__}
+    if hasattr(thing, "__dataclass_fields__"):
+        return {name: plain(getattr(thing, name)) for name in thing.__dataclass_fields__}
+    if isinstance(thing, dict):
+        return {str(key): plain(value) for key, value in thing.items()}
+    if isinstance(thing, list | tuple | set | frozenset):
+        return [plain(item) for item in thing]
+    if isinstance(thing, bytes):
+        try:
+            return json.loads(thing)
+        except ValueError:
+            return f"{len(thing)} bytes"
+    return thing
