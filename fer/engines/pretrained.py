@@ -1,0 +1,181 @@
+"""A Hugging Face folder as a model: loaded in full, or as the same model on ``meta`` without reading weights.
+
+The skeleton takes the steps of ``from_pretrained`` in its order, less the weights: configuration, quantiser, class,
+replaced layers, sharding plan, evaluation mode, generation configuration. What loading adds to it afterwards is plain
+values and tensors, which FER keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fer.errors import CheckpointError
+from fer.weights.shards import read_header
+
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How one rank makes its model of a folder.
+
+    ``world`` is the number of tensor-parallel ranks; above 1 the process group must stand. ``matmul`` is how FP8
+    layers multiply, ``""`` for a model without them.
+    """
+
+    folder: Path
+    device: str
+    dtype: torch.dtype
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    attention: str = ""
+    world: int = 1
+    matmul: str = ""
+    trust_remote_code: bool = False
+
+
+def raw_config(folder: Path) -> dict[str, Any]:
+    """The content of ``config.json``, as it stands there.
+
+    Raises:
+        CheckpointError: it is missing or no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read", why=str(error), fix="Name a Hugging Face folder") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object", fix="Name a Hugging Face folder")
+    return content
+
+
+def config_of(folder: Path, overrides: Mapping[str, Any], *, trust_remote_code: bool = False) -> Any:
+    """The model's configuration with fields overridden; Transformers' class for it."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **copy.deepcopy(dict(overrides))
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"Transformers does not understand the configuration of {folder}", why=str(error).splitlines()[0]
+        ) from error
+
+
+def architecture_of(config: Any) -> str:
+    """Name of the model class that ``AutoModelForCausalLM`` takes for this configuration."""
+    named = list(getattr(config, "architectures", None) or ())
+    return str(named[0]) if named else type(config).__name__.removesuffix("Config")
+
+
+def dtype_of(asked: str, config: Any, shards: Sequence[Path]) -> str:
+    """Torch's name of the compute type: as asked, else as configured, else the first float type of the weights."""
+    if asked != "auto":
+        return asked
+    configured = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if configured is not None:
+        return str(configured).removeprefix("torch.")
+    found = (tensor.dtype for shard in shards for tensor in read_header(shard).tensors if tensor.dtype in _FLOATS)
+    return _FLOATS[next(found, "F32")]
+
+
+def load(recipe: Recipe) -> nn.Module:
+    """The model, by ``from_pretrained``."""
+    from transformers import AutoModelForCausalLM
+
+    where: dict[str, Any] = {"distributed_config": _distributed(recipe)} if recipe.world > 1 else {}
+    if recipe.world == 1 and recipe.device != "cpu":
+        where = {"device_map": {"": recipe.device}}
+    return AutoModelForCausalLM.from_pretrained(
+        recipe.folder,
+        config=_config(recipe),
+        dtype=recipe.dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=recipe.trust_remote_code,
+        **_attention(recipe),
+        **where,
+    ).eval()
+
+
+def build(recipe: Recipe) -> nn.Module:
+    """The same model on ``meta``; reads no weights."""
+    from transformers import AutoModelForCausalLM
+
+    config = _config(recipe)
+    quantizer = _quantizer(config)
+    config.name_or_path = str(recipe.folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=recipe.dtype, trust_remote_code=recipe.trust_remote_code, **_attention(recipe)
+        )
+        if quantizer is not None:
+            quantizer.preprocess_model(model=model, dtype=recipe.dtype, device_map=None)
+        if recipe.world > 1:
+            model = _distribute(model, recipe)
+    model.eval()
+    model.tie_weights()
+    _generation(model, recipe)
+    if quantizer is not None:
+        model.hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
+    return model
+
+
+def _config(recipe: Recipe) -> Any:
+    config = config_of(recipe.folder, recipe.overrides, trust_remote_code=recipe.trust_remote_code)
+    if recipe.matmul:
+        from fer.engines.fp8_modules import METHOD
+
+        details = dict(config.quantization_config)
+        config.quantization_config = {**details, "quant_method": METHOD, "matmul": recipe.matmul}
+    return config
+
+
+def _attention(recipe: Recipe) -> dict[str, Any]:
+    return {"attn_implementation": recipe.attention} if recipe.attention else {}
+
+
+def _quantizer(config: Any) -> Any:
+    details = getattr(config, "quantization_config", None)
+    if details is None:
+        return None
+    from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
+
+    config.quantization_config = AutoQuantizationConfig.from_dict(details)
+    return AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+
+
+def _distributed(recipe: Recipe) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(tp_plan="auto", tp_size=recipe.world)
+
+
+def _distribute(model: Any, recipe: Recipe) -> Any:
+    """Shard a skeleton by the plan that ``from_pretrained`` would use."""
+    plan, _, mesh = type(model).prepare_distribute_model(_distributed(recipe))
+    return type(model).maybe_distribute_model(model, plan, mesh)
+
+
+def _generation(model: Any, recipe: Recipe) -> None:
+    """The generation configuration that ``from_pretrained`` would read from the folder."""
+    if not model.can_generate():
+        return
+    from transformers import GenerationConfig
+
+    for name in ("generation_config.json", "config.json"):
+        if (recipe.folder / name).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(
+                recipe.folder, config_file_name=name, local_files_only=True
+            )
+            return

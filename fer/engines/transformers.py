@@ -1,0 +1,265 @@
+"""A Hugging Face folder as an engine: greedy generation over a static key/value cache.
+
+::
+
+    engine = TransformersEngine("/models/Qwen3-8B", device="cuda:0")
+    report = fer.recover(engine)
+    engine.ask("What is the capital of France?")
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fer.engines import fp8, pretrained, ranks
+from fer.engines.base import Engine, EngineIdentity, Ranks
+from fer.engines.quiet import quiet
+from fer.errors import CheckpointError, FerBug, OptionError
+from fer.weights import quantization as guard
+from fer.weights.shards import resolve
+
+
+_PACKAGES = ("transformers", "torch", "accelerate", "tokenizers", "safetensors", "kernels")
+"""Distributions that take part in loading, where installed."""
+
+
+class TransformersEngine(Engine):
+    """One model folder, loaded by ``AutoModelForCausalLM.from_pretrained``.
+
+    Args:
+        folder: a folder with ``config.json``, safetensors and a tokenizer. Nothing is fetched from a hub.
+        device: torch's name of the device, ``"cpu"`` or ``"cuda:0"``. In a tensor-parallel launch every rank names
+            its own.
+        dtype: compute type such as ``"bfloat16"``, or ``"auto"`` for what the folder says.
+        revision: a name for this state of the folder; part of the identity, not used to load.
+        overrides: fields of the model's configuration to change, such as ``{"rope_theta": 1e6}``.
+        attention: Transformers' ``attn_implementation``; ``""`` leaves the choice to it.
+        tensor_parallel: shard over all ranks of the launch by the model's own plan.
+        max_length: positions of the key/value cache, prompt and answer together.
+        matmul: how block-wise FP8 layers multiply: ``"kernels"`` (Transformers' own, where the ``kernels`` package
+            holds them), ``"scaled_mm"`` (torch's block-scaled matmul, Hopper), ``"dequantize"`` (plain torch), or
+            ``"auto"`` for the first of these that works here.
+        trust_remote_code: let the folder's own Python files run.
+
+    Attributes:
+        module: the model in use, after :meth:`adopt`.
+        tokenizer: after :meth:`load_tokenizer`.
+
+    Raises:
+        OptionError: an argument is not one of the values above.
+        CheckpointError: the folder has no readable ``config.json``.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        revision: str = "",
+        overrides: Mapping[str, Any] | None = None,
+        attention: str = "",
+        tensor_parallel: bool = False,
+        max_length: int = 1024,
+        matmul: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> None:
+        if matmul not in ("auto", *fp8.MATMULS):
+            raise OptionError(f"matmul={matmul!r} is not known", fix=f"Use auto, {', '.join(fp8.MATMULS)}")
+        if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise OptionError(f"dtype={dtype!r} is not known", fix="Use auto or a torch type such as bfloat16")
+        self.folder = Path(folder)
+        if not (self.folder / "config.json").is_file():
+            raise CheckpointError(f"{self.folder} is no model folder", why="it has no config.json")
+        self.device = device
+        self.max_length = max_length
+        self.revision = revision
+        self.overrides = dict(overrides or {})
+        self.attention = attention
+        self.tensor_parallel = tensor_parallel
+        self.trust_remote_code = trust_remote_code
+        self.tokenizer: Any = None
+        self._dtype, self._matmul = dtype, matmul
+        self._module: Any = None
+        self._cache: Any = None
+        self._cache_name = "past_key_values"
+        self._identity: EngineIdentity | None = None
+
+    @property
+    def module(self) -> Any:
+        if self._module is None:
+            raise FerBug("the engine's model was asked for before it was loaded or attached")
+        return self._module
+
+    # -- what FER asks ---------------------------------------------------------------------------------------------
+
+    def identity(self) -> EngineIdentity:
+        if self._identity is None:
+            self._identity = self._describe()
+        return self._identity
+
+    def build(self) -> nn.Module:
+        with quiet():
+            return pretrained.build(self._recipe())
+
+    def load(self) -> nn.Module:
+        with quiet():
+            return pretrained.load(self._recipe())
+
+    def adopt(self, module: nn.Module) -> None:
+        self._module = module
+        self._cache = None
+        # Newer Transformers renamed the argument and warns about the old name.
+        accepted = inspect.signature(self._module.forward).parameters
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+
+    def load_tokenizer(self) -> None:
+        from transformers import AutoTokenizer
+
+        with quiet():
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=self.trust_remote_code
+            )
+
+    def init_distributed(self) -> None:
+        if self.tensor_parallel:
+            ranks.start(self.device)
+
+    def agree(self, flag: bool) -> bool:
+        return ranks.agree(flag, self.device) if self.tensor_parallel else flag
+
+    def allocate_kv(self) -> None:
+        from transformers import StaticCache
+
+        self._cache = StaticCache(config=self.module.config, max_cache_len=self.max_length)
+
+    def warm_up(self) -> None:
+        """Run the decode path once, so that the first answer pays for no lazy initialisation."""
+        list(self.stream([self._any_token()], max_new_tokens=2, stop=False))
+
+    def first_token(self) -> None:
+        list(self.stream([self._any_token()], max_new_tokens=1, stop=False))
+
+    # -- what users ask --------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: str | Sequence[int], max_new_tokens: int = 32) -> list[int]:
+        """Greedy continuation of a prompt (text or token ids): the new token ids, without the one that ends it."""
+        return list(self.stream(self._ids(prompt), max_new_tokens=max_new_tokens))
+
+    def ask(self, question: str, max_new_tokens: int = 64) -> str:
+        """Answer to one question, through the tokenizer's chat template where it has one."""
+        self._need_tokenizer()
+        if self.tokenizer.chat_template:
+            messages = [{"role": "user", "content": question}]
+            question = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = self.tokenizer(question, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self._ids(question)
+        return str(self.tokenizer.decode(self.generate(ids, max_new_tokens), skip_special_tokens=True)).strip()
+
+    def stream(self, ids: Sequence[int], *, max_new_tokens: int, stop: bool = True) -> Iterator[int]:
+        """Token ids one by one as they are made; ``stop`` ends at the model's end-of-sequence token.
+
+        Raises:
+            OptionError: prompt and answer do not fit into ``max_length``.
+        """
+        if not ids or len(ids) + max_new_tokens > self.max_length:
+            raise OptionError(
+                f"{len(ids)} prompt tokens and {max_new_tokens} new ones do not fit",
+                why=f"the key/value cache holds {self.max_length} positions and a prompt needs one token or more",
+                fix="Raise max_length= of the engine or ask for less",
+            )
+        if self._cache is None:
+            self.allocate_kv()
+        with torch.inference_mode():  # the cache's tensors are made inside it and may be written nowhere else
+            self._cache.reset()
+        ends = self._ends() if stop else frozenset()
+        step = list(ids)
+        for _ in range(max_new_tokens):
+            token = self._next(step)
+            if token in ends:
+                return
+            yield token
+            step = [token]
+
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits of every position of a prompt, shape ``(len(ids), vocabulary)``, without a cache."""
+        with torch.inference_mode():
+            batch = torch.tensor([list(ids)], device=self.device)
+            return self.module(input_ids=batch, use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _next(self, ids: Sequence[int]) -> int:
+        batch = torch.tensor([list(ids)], device=self.device)
+        output = self.module(input_ids=batch, use_cache=True, logits_to_keep=1, **{self._cache_name: self._cache})
+        return int(output.logits[0, -1].argmax())
+
+    def _ends(self) -> frozenset[int]:
+        end = self.module.generation_config.eos_token_id
+        return frozenset(end if isinstance(end, list) else [] if end is None else [end])
+
+    def _any_token(self) -> int:
+        start = self.module.config.get_text_config().bos_token_id
+        return start if isinstance(start, int) else 0
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        self._need_tokenizer()
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def _need_tokenizer(self) -> None:
+        if self.tokenizer is None:
+            self.load_tokenizer()
+
+    def _recipe(self) -> pretrained.Recipe:
+        identity = self.identity()
+        return pretrained.Recipe(
+            folder=self.folder,
+            device=self.device,
+            dtype=getattr(torch, identity.dtype),
+            overrides=self.overrides,
+            attention=self.attention,
+            world=identity.ranks.tp_size,
+            matmul=str(identity.settings.get("matmul", "")),
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def _describe(self) -> EngineIdentity:
+        method, details = guard.of_config(pretrained.raw_config(self.folder))
+        guard.check(method, details)
+        shards = resolve(self.folder)
+        with quiet():
+            config = pretrained.config_of(self.folder, self.overrides, trust_remote_code=self.trust_remote_code)
+        settings = {
+            "attention": self.attention or "auto",
+            "tensor_parallel": self.tensor_parallel,
+            "trust_remote_code": self.trust_remote_code,
+        }
+        if method:
+            settings["matmul"] = fp8.choose(self._matmul, self.device, details)
+        return EngineIdentity(
+            engine="transformers",
+            engine_version=metadata.version("transformers"),
+            model=str(self.folder.resolve()),
+            revision=self.revision,
+            architecture=pretrained.architecture_of(config),
+            quantization=method,
+            quantization_config=details,
+            dtype=pretrained.dtype_of(self._dtype, config, shards),
+            overrides=self.overrides,
+            settings=settings,
+            packages=[name for name in _PACKAGES if util.find_spec(name) is not None],
+            sources=tuple(sorted(self.folder.glob("**/*.py"))) if self.trust_remote_code else (),
+            checkpoint=tuple(shards),
+            ranks=ranks.of_launch("tp", self.device) if self.tensor_parallel else Ranks(launch=ranks.new_launch()),
+        )
