@@ -29,9 +29,7 @@ TABLE: tuple[Row, ...] = (
     Row(4, "no keeper could be reached, or the one found could not be trusted", (errors.KeeperError,)),
     Row(5, "the keeper refused, for instance because engines hold leases", (errors.Refused, errors.LeasesStand)),
     Row(6, "memory or waiting time ran out", (errors.ResourceError,)),
-    Row(
-        7, "kept bytes, or the tokens made from them, are not what they were", (errors.IntegrityError, errors.SlabLost)
-    ),
+    Row(7, "kept bytes, or tokens made from them, are not what they were", (errors.IntegrityError, errors.SlabLost)),
     Row(8, "a check of `fer doctor` failed"),
     Row(130, "interrupted"),
 )

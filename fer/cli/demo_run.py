@@ -1,0 +1,287 @@
+"""What ``fer demo`` does, step by step, each engine and the keeper being processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from fer.cli.output import emit, err, escape, size
+from fer.errors import FerError, IntegrityError, WaitTimeout, from_dict
+from fer.report import Report, comparison_table
+
+START_LIMIT_S = 1800.0
+"""Seconds an engine may take to start: large models load for many minutes from slow disks."""
+
+DEATH_LIMIT_S = 30.0
+"""Seconds a killed process may take to be gone; the kernel frees large memory meanwhile."""
+
+
+@dataclass(kw_only=True)
+class EngineStart:
+    """One start of the engine, as the demo saw it from outside."""
+
+    label: str
+    process: subprocess.Popen[bytes]
+    report: Report
+    answer: str
+    tokens: list[int]
+    device: str
+
+    @property
+    def path(self) -> str:
+        return self.report.stages["weights"].path
+
+    @property
+    def why(self) -> str:
+        return self.report.stages["weights"].why
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "label": self.label,
+            "pid": self.process.pid,
+            "device": self.device,
+            "path": self.path,
+            "why": self.why,
+            "answer": self.answer,
+            "tokens": self.tokens,
+            "report": self.report.to_json(),
+        }
+
+
+@dataclass
+class Stage:
+    """Where the demo happens: its own runtime directory, and all the processes it started."""
+
+    runtime_dir: Path
+    home: Path
+    model: Path
+    device: str
+    question: str
+    console: Console
+    engines: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.console.print(text)
+
+    def start(self, label: str) -> EngineStart:
+        """Start an engine and wait for its answer.
+
+        Raises:
+            FerError: the engine's own error, or that it ended without a word.
+            WaitTimeout: no answer within :data:`START_LIMIT_S`.
+        """
+        command = [sys.executable, "-m", "fer.cli.demo_engine", "--model", str(self.model), "--device", self.device]
+        command += ["--question", self.question, "--label", label]
+        environment = os.environ | {"FER_RUNTIME_DIR": str(self.runtime_dir), "FER_HOME": str(self.home)}
+        # A start that is measured runs as its users run it: the mode, paths and budgets of this shell are left out.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        self.engines.append(process)
+        said = json.loads(_line(process, START_LIMIT_S) or "{}")
+        if "error" in said:
+            raise from_dict(said["error"])
+        if not said:
+            raise FerError(
+                f"the {label} engine ended without an answer",
+                why=f"its exit code was {process.wait(DEATH_LIMIT_S)}",
+                fix="Its own message is above",
+            )
+        report = Report.from_json(said["report"])
+        started = EngineStart(
+            label=label,
+            process=process,
+            report=report,
+            answer=said["answer"],
+            tokens=said["tokens"],
+            device=said["device"],
+        )
+        self.say(
+            f"  pid {process.pid}, weights [bold]{started.path}[/] in {report.phase_s('weights'):.3f} s, start {report.total_s:.2f} s"
+        )
+        self.say(f"  {escape(started.why)}")
+        self.say(f"  answer: [green]{escape(started.answer)}[/]")
+        return started
+
+    def kill(self, start: EngineStart) -> None:
+        """SIGKILL an engine, as a crash would."""
+        start.process.send_signal(signal.SIGKILL)
+        start.process.wait(DEATH_LIMIT_S)
+        self.say(f"SIGKILL to engine {start.process.pid}: dead.\n")
+
+    def kill_keeper(self) -> None:
+        """SIGKILL the keeper, and wait until its successor has everything back."""
+        from fer.weights.client import KeeperClient
+
+        with KeeperClient.connect(self.runtime_dir, label="fer demo") as client:
+            old = client.status()
+        pidfd = os.pidfd_open(old.pid)
+        try:
+            os.kill(old.pid, signal.SIGKILL)
+            with selectors.DefaultSelector() as selector:
+                selector.register(pidfd, selectors.EVENT_READ)
+                selector.select(DEATH_LIMIT_S)
+        finally:
+            os.close(pidfd)
+        # The listening socket lives on in the store: this connect waits in its queue for the successor.
+        with KeeperClient.connect(self.runtime_dir, label="fer demo", timeout=DEATH_LIMIT_S) as client:
+            new = client.status()
+        held = sum(edition.bytes for edition in new.editions)
+        self.say(
+            f"SIGKILL to keeper {old.pid}: dead. Its successor {new.pid} holds {len(new.editions)} edition(s), "
+            f"{size(held)}, by the descriptors that its {new.protection} kept.\n"
+        )
+
+    def end(self) -> None:
+        """End everything that was started, in whatever state it is."""
+        for process in self.engines:
+            process.kill()
+            process.wait(DEATH_LIMIT_S)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        from fer.weights.client import KeeperClient
+
+        # Nothing listens where no engine came far enough to start a keeper.
+        with contextlib.suppress(FerError), KeeperClient.connect(self.runtime_dir, label="fer demo") as client:
+            client.stop(force=True)
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+
+def _line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
+    """The one line that the process writes to its stdout; empty where it ends without it.
+
+    Raises:
+        WaitTimeout: neither happened in time.
+    """
+    assert process.stdout is not None
+    descriptor, collected, deadline = process.stdout.fileno(), b"", time.monotonic() + limit_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while not collected.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise WaitTimeout(f"the engine gave no answer in {limit_s:.0f} s", fix="Try a smaller model")
+            piece = os.read(descriptor, 1 << 16)
+            if not piece:
+                break
+            collected += piece
+    return collected
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM and SIGHUP become KeyboardInterrupt, so that what was started is ended then as well."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    former = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def run(model: Path | None, *, device: str, question: str, html: Path | None, home: Path | None, as_json: bool) -> None:
+    """Run the demo and print what it found.
+
+    Raises:
+        IntegrityError: a recovered engine answered with other tokens.
+        FerError: a start failed, or loaded where it should have attached.
+    """
+    from fer import paths
+
+    home = home or paths.home()
+    console = err() if as_json else Console(highlight=False)
+    if model is None:
+        console.print("Model: SmolLM2-135M-Instruct (written once, which takes half a minute)")
+        model = _demonstration_model(home)
+    else:
+        console.print(f"Model: {escape(str(model))}")
+    page = html or home / "demo" / "waterfall.html"
+    with _terminated_like_interrupted():
+        runtime_dir = Path(tempfile.mkdtemp(prefix="fer-demo-"))
+        stage = Stage(runtime_dir, home, model, device, question, console)
+        try:
+            starts = _play(stage)
+        finally:
+            stage.end()
+    _check(starts)
+    _write_page(page, starts)
+    data = {"same_tokens": True, "starts": [start.to_json() for start in starts], "html": str(page)}
+
+    def text(console: Console) -> None:
+        print(comparison_table(*(start.report for start in starts)))
+        console.print(f"\nAll three engines gave the same {len(starts[0].tokens)} tokens.")
+        console.print(f"Waterfall: {escape(str(page))}")
+
+    emit(as_json, data, text)
+
+
+def _play(stage: Stage) -> list[EngineStart]:
+    stage.say(f"Question: {escape(stage.question)}\n")
+    stage.say("[bold]1. Cold start:[/] nothing is kept yet; the engine loads from disk and publishes its weights")
+    cold = stage.start("cold")
+    stage.kill(cold)
+    stage.say("[bold]2. Recovered start:[/] a new process, the weights are attached where they are")
+    recovered = stage.start("recovered")
+    stage.kill(recovered)
+    stage.kill_keeper()
+    stage.say("[bold]3. Recovered start after the keeper's death[/]")
+    again = stage.start("after keeper's death")
+    stage.kill(again)
+    return [cold, recovered, again]
+
+
+def _check(starts: list[EngineStart]) -> None:
+    cold, *recovered = starts
+    for start in recovered:
+        if start.path != "attached":
+            raise FerError(
+                f"the start {start.label!r} did not attach the weights",
+                why=start.why,
+                fix="See fer doctor",
+                path=start.path,
+            )
+        if start.tokens != cold.tokens:
+            raise IntegrityError(
+                f"the start {start.label!r} gave other tokens than the cold start",
+                why=f"{start.tokens} in place of {cold.tokens}",
+                fix="Please report this with the model's name",
+            )
+
+
+def _demonstration_model(home: Path) -> Path:
+    """Written in a process of its own: this one stays light, and may be interrupted at any moment."""
+    program = "import sys; from pathlib import Path; from fer.engines.demo_model import smollm2; print(smollm2(Path(sys.argv[1])))"
+    done = subprocess.run([sys.executable, "-c", program, str(home)], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise FerError(
+            "the demonstration model could not be written",
+            why="the message is above",
+            fix="Install what it needs with scripts/install, or give --model a Hugging Face folder",
+        )
+    return Path(done.stdout.splitlines()[-1])
+
+
+def _write_page(page: Path, starts: list[EngineStart]) -> None:
+    from fer.waterfall import render
+
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render([start.report for start in starts]), encoding="utf-8")
