@@ -26,6 +26,6 @@ def open_backend(device: str) -> Backend:
     match = re.fullmatch(r"cuda(?::(\d+))?", device)
     if match is None:
         raise OptionError(f"unknown device {device!r}", fix="Use cpu, cuda or cuda:N.")
-    from fer.memory import cuda
+    from fer.memory.cuda import current_ordinal, open_device
 
-    return cuda.open_device(int(match[1]) if match[1] else cuda.current_ordinal())
+    return open_device(int(match[1]) if match[1] else current_ordinal())
