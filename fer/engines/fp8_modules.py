@@ -12,21 +12,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import FineGrainedFP8Config
-from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.integrations import finegrained_fp8
+from transformers.quantizers import auto, quantizer_finegrained_fp8
 
 from fer.engines.fp8 import function
 from fer.errors import UnsupportedQuantization
+
+# Whole modules as Any: Transformers' annotations differ between its versions, and ours must pass with each.
+_hub: Any = transformers
+_layers: Any = finegrained_fp8
+_registry: Any = auto
+_quantizers: Any = quantizer_finegrained_fp8
 
 METHOD = "fer_fp8"
 """Our method's name in Transformers' registry."""
 
 
-@register_quantization_config(METHOD)
-class BlockFp8Config(FineGrainedFP8Config):  # type: ignore[misc]
+@_registry.register_quantization_config(METHOD)
+class BlockFp8Config(_hub.FineGrainedFP8Config):  # type: ignore[misc]
     """``FineGrainedFP8Config`` and the way its layers multiply."""
 
     def __init__(self, matmul: str = "dequantize", **kwargs: Any) -> None:
@@ -36,8 +41,8 @@ class BlockFp8Config(FineGrainedFP8Config):  # type: ignore[misc]
         self.matmul = matmul
 
 
-@register_quantizer(METHOD)
-class BlockFp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+@_registry.register_quantizer(METHOD)
+class BlockFp8Quantizer(_quantizers.FineGrainedFP8HfQuantizer):  # type: ignore[misc]
     """FineGrainedFP8's quantiser; keeps FP8 on every device and swaps the layers' product."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +53,7 @@ class BlockFp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
         use_matmul(model, self.quantization_config.matmul)
 
 
-class BlockScaledLinear(FP8Linear):  # type: ignore[misc]
+class BlockScaledLinear(_layers.FP8Linear):  # type: ignore[misc]
     """An FP8 layer that multiplies by torch's own means."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -56,7 +61,7 @@ class BlockScaledLinear(FP8Linear):  # type: ignore[misc]
         return output if self.bias is None else output + self.bias
 
 
-class BlockScaledExperts(FP8Experts):  # type: ignore[misc]
+class BlockScaledExperts(_layers.FP8Experts):  # type: ignore[misc]
     """FP8 experts, one after the other, that multiply by torch's own means."""
 
     def linear(
@@ -75,13 +80,13 @@ def use_matmul(model: nn.Module, matmul: str) -> None:
         return
     for path, module in model.named_modules():
         kind = type(module)
-        if kind is FP8Linear:
+        if kind is _layers.FP8Linear:
             module.__class__ = BlockScaledLinear
-        elif kind is FP8Experts:
+        elif kind is _layers.FP8Experts:
             module.__class__ = BlockScaledExperts
             # Transformers dispatches by this setting in front of the class's own loop over experts.
             module.config._experts_implementation = "eager"
-        elif kind.__module__ == FP8Linear.__module__:
+        elif kind.__module__ == _layers.FP8Linear.__module__:
             raise UnsupportedQuantization(
                 f"{path} is a {kind.__name__}, which needs Transformers' own FP8 kernels",
                 fix="Install the package kernels with a local copy of its FP8 kernel",

@@ -59,10 +59,8 @@ def raw_config(folder: Path) -> dict[str, Any]:
 
 def config_of(folder: Path, overrides: Mapping[str, Any], *, trust_remote_code: bool = False) -> Any:
     """The model's configuration with fields overridden; Transformers' class for it."""
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(
+        return _hub().AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code, **copy.deepcopy(dict(overrides))
         )
     except (OSError, ValueError, KeyError) as error:
@@ -90,12 +88,10 @@ def dtype_of(asked: str, config: Any, shards: Sequence[Path]) -> str:
 
 def load(recipe: Recipe) -> nn.Module:
     """The model, by ``from_pretrained``."""
-    from transformers import AutoModelForCausalLM
-
     where: dict[str, Any] = {"distributed_config": _distributed(recipe)} if recipe.world > 1 else {}
     if recipe.world == 1 and recipe.device != "cpu":
         where = {"device_map": {"": recipe.device}}
-    return AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = _hub().AutoModelForCausalLM.from_pretrained(
         recipe.folder,
         config=_config(recipe),
         dtype=recipe.dtype,
@@ -104,31 +100,43 @@ def load(recipe: Recipe) -> nn.Module:
         trust_remote_code=recipe.trust_remote_code,
         **_attention(recipe),
         **where,
-    ).eval()
+    )
+    # Left over from loading: how to rename weights back when saving. Its compiled patterns exist on no skeleton, and
+    # without it save_pretrained falls back to the class's own table.
+    if hasattr(model, "_weight_conversions"):
+        del model._weight_conversions
+    return model.eval()
 
 
 def build(recipe: Recipe) -> nn.Module:
     """The same model on ``meta``; reads no weights."""
-    from transformers import AutoModelForCausalLM
-
     config = _config(recipe)
     quantizer = _quantizer(config)
     config.name_or_path = str(recipe.folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = _hub().AutoModelForCausalLM.from_config(
             config, dtype=recipe.dtype, trust_remote_code=recipe.trust_remote_code, **_attention(recipe)
         )
         if quantizer is not None:
             quantizer.preprocess_model(model=model, dtype=recipe.dtype, device_map=None)
         if recipe.world > 1:
             model = _distribute(model, recipe)
+        _plain_buffers(model)
     model.eval()
     model.tie_weights()
     _generation(model, recipe)
     if quantizer is not None:
         model.hf_quantizer = quantizer
         quantizer.postprocess_model(model)
-    return model
+    skeleton: nn.Module = model
+    return skeleton
+
+
+def _hub() -> Any:
+    """The package ``transformers``, whose lazily made names no type checker follows."""
+    import transformers
+
+    return transformers
 
 
 def _config(recipe: Recipe) -> Any:
@@ -146,19 +154,20 @@ def _attention(recipe: Recipe) -> dict[str, Any]:
 
 
 def _quantizer(config: Any) -> Any:
-    details = getattr(config, "quantization_config", None)
-    if details is None:
+    """The quantiser of a pre-quantised model, with the changes to ``config`` that it asks for; None without one."""
+    if getattr(config, "quantization_config", None) is None:
         return None
-    from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
+    from transformers.quantizers import auto
 
-    config.quantization_config = AutoQuantizationConfig.from_dict(details)
-    return AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+    registry: Any = auto
+    return registry.get_hf_quantizer(config, None, None, True, {})[0]
 
 
 def _distributed(recipe: Recipe) -> Any:
-    from transformers.distributed import DistributedConfig
+    from transformers import distributed
 
-    return DistributedConfig(tp_plan="auto", tp_size=recipe.world)
+    parallel: Any = distributed
+    return parallel.DistributedConfig(tp_plan="auto", tp_size=recipe.world)
 
 
 def _distribute(model: Any, recipe: Recipe) -> Any:
@@ -167,15 +176,28 @@ def _distribute(model: Any, recipe: Recipe) -> Any:
     return type(model).maybe_distribute_model(model, plan, mesh)
 
 
-def _generation(model: Any, recipe: Recipe) -> None:
-    """The generation configuration that ``from_pretrained`` would read from the folder."""
-    if not model.can_generate():
-        return
-    from transformers import GenerationConfig
+def _plain_buffers(model: nn.Module) -> None:
+    """Buffers as loading leaves them: it puts plain tensors into the places that constructors filled."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer)
 
-    for name in ("generation_config.json", "config.json"):
-        if (recipe.folder / name).is_file():
-            model.generation_config = GenerationConfig.from_pretrained(
-                recipe.folder, config_file_name=name, local_files_only=True
-            )
-            return
+
+def _generation(model: Any, recipe: Recipe) -> None:
+    """The generation settings that ``from_pretrained`` reads from the folder, by the method that it uses."""
+    if model.can_generate() and hasattr(model, "adjust_generation_fn"):
+        model.adjust_generation_fn(
+            None,
+            from_auto_class=True,
+            from_pipeline=None,
+            pretrained_model_name_or_path=recipe.folder,
+            cache_dir=None,
+            force_download=False,
+            proxies=None,
+            local_files_only=True,
+            token=None,
+            revision="main",
+            subfolder="",
+            trust_remote_code=recipe.trust_remote_code,
+        )

@@ -9,8 +9,7 @@ import os
 import socket
 import uuid
 import zlib
-from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,8 +53,8 @@ def of_launch(axis: Axis, device: str) -> Ranks:
                 fix="Call init_distributed() first; fer.recover does",
             )
         return Ranks(launch=new_launch())
-    ranks = Ranks(launch=_launch(device), local_size=_local_size(device))
-    return replace(ranks, **{f"{axis}_size": dist.get_world_size(), f"{axis}_rank": dist.get_rank()})
+    place: dict[str, Any] = {f"{axis}_size": dist.get_world_size(), f"{axis}_rank": dist.get_rank()}
+    return Ranks(launch=_launch(device), local_size=_local_size(device), **place)
 
 
 def new_launch() -> str:
