@@ -65,7 +65,9 @@ def _advise(address: int, size: int, advice: int) -> None:
         _call("madvise", address, size, advice)
 
 
-def _release(address: int, size: int, fd: Fd | None) -> None:
+def _release(address: int, size: int, fd: Fd | None, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child did not inherit a slab in the making; its addresses may be a stranger's by now
     with contextlib.suppress(OSError):
         _call("munmap", address, size)
     if fd is not None:
@@ -81,7 +83,7 @@ class HostMapping(Mapping):
         self.address, self.size, self.moved = address, size, moved
         self.writable = fd is not None
         self._fd = fd
-        self._closer = weakref.finalize(self, _release, address, size, fd)
+        self._closer = weakref.finalize(self, _release, address, size, fd, os.getpid())
         self._closer.atexit = False  # tensors may outlive us in a dying interpreter; the kernel unmaps anyway
 
     def export(self) -> Fd:

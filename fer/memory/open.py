@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import re
 
-from fer.errors import OptionError
+from fer.errors import MappingError, OptionError
 from fer.memory.base import Backend
 from fer.memory.host import HostBackend
 
 _host = HostBackend()
 
 
-def open_backend(device: str) -> Backend:
+def open_backend(device: str, *, transport: str = "auto") -> Backend:
     """The backend of ``"cpu"``, ``"cuda"`` (torch's current device) or ``"cuda:N"``; the same one for each device.
 
     Opening a CUDA device makes its context, if none exists, and reserves the arena's weights range.
 
+    Args:
+        transport: for CUDA: ``"vmm"`` (descriptors), ``"cuda-ipc"`` (legacy handles), or ``"auto"``, which takes
+            descriptors where the device can share memory so and legacy handles elsewhere. The backend's ``kind``
+            says which it became.
+
     Raises:
         OptionError: the name is neither.
         DriverError: the driver, the device or the bindings are missing.
-        MappingError: the device cannot share memory by descriptor (see the ``cuda-ipc`` transport).
+        MappingError: ``"vmm"`` was asked for and the device cannot share memory by descriptor.
     """
+    if transport not in ("auto", "vmm", "cuda-ipc"):
+        raise OptionError(f"unknown transport {transport!r}", fix="Use auto, vmm or cuda-ipc.")
     if device == "cpu":
         return _host
     match = re.fullmatch(r"cuda(?::(\d+))?", device)
     if match is None:
         raise OptionError(f"unknown device {device!r}", fix="Use cpu, cuda or cuda:N.")
+    from fer.memory import ipc
     from fer.memory.cuda import current_ordinal, open_device
 
-    return open_device(int(match[1]) if match[1] else current_ordinal())
+    ordinal = int(match[1]) if match[1] else current_ordinal()
+    if transport == "cuda-ipc":
+        return ipc.open_device(ordinal)
+    try:
+        return open_device(ordinal)
+    except MappingError:
+        if transport == "vmm":
+            raise
+        return ipc.open_device(ordinal)
