@@ -38,7 +38,7 @@ def render(reports: Sequence[Report]) -> str:
     Everything a report says is escaped; the page holds no script and loads nothing.
     """
     longest = max((report.total_s for report in reports), default=0.0) or 1e-3
-    title = "Start of an engine" if len(reports) < 2 else f"{len(reports)} starts of an engine"
+    title = "One engine start" if len(reports) < 2 else f"{len(reports)} engine starts compared"
     sections = [_section(report, number, longest) for number, report in enumerate(reports, 1)]
     return _PAGE.format(
         title=title,
@@ -103,7 +103,8 @@ def _picture(report: Report, longest: float) -> str:
             parts.append(f'<text class="more" x="{_LABELS - 12}" y="{y + 12}">{len(steps) - _MAX_STEPS} more</text>')
             y += _STEP
     end = _LABELS + report.total_s * scale
-    parts.append(f'<line class="end" x1="{end:.2f}" x2="{end:.2f}" y1="{_AXIS - 6}" y2="{y + 4}"/>')
+    # Below the rows, so that their figures stay legible.
+    parts.insert(0, f'<line class="end" x1="{end:.2f}" x2="{end:.2f}" y1="{_AXIS - 6}" y2="{y + 4}"/>')
     width, height = _LABELS + _PLOT + _RIGHT, y + 10
     label = (
         f"Waterfall of {report.label or 'the start'}, {_time(report.total_s)} in all; the table below has the figures"
@@ -144,11 +145,14 @@ def _step(span: Span, y: int, scale: float) -> str:
     details = "".join(f", {key} {value}" for key, value in span.details.items())
     hint = f"{span.path}: {_time(span.seconds)}{details}" + (f". {span.error}" if span.error else "")
     name = span.name if len(span.name) <= 26 else span.name[:25] + "…"
-    kind = f"sub {span.parent.split('/')[0]}" + (" broken" if span.error else "")
+    depth, middle = span.parent.count("/"), y + 12
+    indent = "· " * depth
+    kind = f"sub {span.parent.split('/')[0]}" + (" deep" if depth else "") + (" broken" if span.error else "")
     return (
-        f'<g><title>{escape(hint)}</title><text class="subname" x="{_LABELS - 12}" y="{y + 12}">{escape(name)}</text>'
+        f"<g><title>{escape(hint)}</title>"
+        f'<text class="subname" x="{_LABELS - 12}" y="{middle}">{indent}{escape(name)}</text>'
         f'<rect class="{escape(kind)}" x="{x:.2f}" y="{y + 4}" width="{width:.2f}" height="{_STEP - 8}" rx="3"/>'
-        f'<text class="subtime" x="{x + width + 6:.2f}" y="{y + 12}">{_time(span.seconds)}</text></g>'
+        f'<text class="subtime" x="{x + width + 6:.2f}" y="{middle}">{_time(span.seconds)}</text></g>'
     )
 
 
@@ -212,8 +216,9 @@ body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 40px 24px 64px; }
 h1 { font-size: 26px; letter-spacing: -.02em; margin: 0 0 20px; }
-h2 { font-size: 17px; margin: 0 0 12px; text-transform: capitalize; }
-h2 small { color: var(--soft); font-weight: 400; font-size: 14px; margin-left: 8px; text-transform: none; }
+h2 { font-size: 17px; margin: 0 0 12px; }
+h2::first-letter { text-transform: uppercase; }
+h2 small { color: var(--soft); font-weight: 400; font-size: 14px; margin-left: 8px; }
 .cards { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 24px; }
 .card { background: var(--sheet); border: 1px solid var(--line); border-radius: 12px;
   padding: 14px 20px; min-width: 150px; }
@@ -230,17 +235,20 @@ svg text { fill: var(--ink); font-variant-numeric: tabular-nums; }
 .name { font-size: 13px; font-weight: 600; }
 svg .subname, svg .more, svg .subtime, svg .tick { fill: var(--soft); font-size: 11px; }
 .tick { text-anchor: middle; }
+.time, .subtime { paint-order: stroke; stroke: var(--sheet); stroke-width: 4px; stroke-linejoin: round; }
 .grid { stroke: var(--line); stroke-width: 1; }
 .end { stroke: var(--ink); stroke-width: 1.2; stroke-dasharray: 3 4; opacity: .45; }
 .band { fill: transparent; }
 g:hover > .band { fill: var(--band); }
 .sub { opacity: .5; }
+.sub.deep { opacity: .3; }
 .python { fill: var(--python); } .tokenizer { fill: var(--tokenizer); } .distributed { fill: var(--distributed); }
 .weights { fill: var(--weights); } .kv { fill: var(--kv); } .kernels { fill: var(--kernels); }
 .graphs { fill: var(--graphs); } .server { fill: var(--server); }
 .broken { fill: var(--bad); }
 .failed { color: var(--bad); margin: 0 0 10px; overflow-wrap: anywhere; }
 .stages { list-style: none; margin: 10px 0 0; padding: 0; font-size: 13px; color: var(--soft); }
+.stages li { margin-top: 6px; }
 .stages b { color: var(--ink); display: inline-block; min-width: 86px; }
 .stages i { font-style: normal; border: 1px solid currentColor; border-radius: 99px; padding: 0 9px; margin-right: 6px;
   display: inline-block; line-height: 1.6; }
@@ -250,7 +258,7 @@ caption { text-align: left; font-weight: 600; font-size: 17px; padding-bottom: 8
 th, td { padding: 6px 10px; text-align: right; border-top: 1px solid var(--line); }
 thead th { border-top: 0; color: var(--soft); font-weight: 500; }
 th:first-child { text-align: left; font-weight: 500; padding-left: 0; }
-tfoot th, tfoot td { font-weight: 700; }
+tfoot tr > * { font-weight: 700 !important; }
 td small { color: var(--soft); font-weight: 400; display: inline-block; min-width: 56px; }
 footer { color: var(--soft); font-size: 13px; }
 @media print { body { background: #fff; } section, .figures { break-inside: avoid; } }
