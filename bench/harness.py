@@ -1,0 +1,125 @@
+"""What the benchmarks share: children that are forked, measured and killed, a private keeper, results in one file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def child(work: Callable[..., Any], *arguments: Any, kill: bool = True, timeout: float = 300.0) -> Any:
+    """Run ``work`` in a forked child and return its result (plain data).
+
+    The child ends by SIGKILL, as a crashed engine does, so nothing it might tidy up flatters the result. Fork from a
+    process that holds no CUDA context.
+    """
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        status = 1
+        try:
+            with os.fdopen(write, "w") as out:
+                out.write(json.dumps(work(*arguments)))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if kill and status == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(status)
+    os.close(write)
+    with os.fdopen(read) as source:
+        text = _read(source, pid, timeout)
+    os.waitpid(pid, 0)
+    if not text:
+        raise RuntimeError(f"{work.__name__} failed in its child")
+    return json.loads(text)
+
+
+def _read(source: Any, pid: int, timeout: float) -> str:
+    import select
+
+    ready, _, _ = select.select([source], [], [], timeout)
+    if not ready:
+        os.kill(pid, signal.SIGKILL)
+        return ""
+    return str(source.read())
+
+
+@contextlib.contextmanager
+def private_keeper() -> Iterator[Path]:
+    """A keeper of the benchmark's own, in a temporary runtime directory; stopped at the end."""
+    from fer.errors import FerError
+    from fer.weights.client import KeeperClient
+    from fer.weights.keeper.start import start_keeper
+
+    directory = Path(tempfile.mkdtemp(prefix="fer-bench-"))
+    os.chmod(directory, 0o700)
+    os.environ["FER_RUNTIME_DIR"] = str(directory)
+    start_keeper(directory)
+    try:
+        yield directory
+    finally:
+        with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
+            client.stop(force=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def gpu_used_mib() -> int:
+    """Memory in use on GPU 0 as nvidia-smi reports it, MiB: asked in a process of its own, without a context."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def spread(values: list[float], unit: float = 1e3) -> str:
+    """Median and worst, in milliseconds unless ``unit`` says otherwise, and every run."""
+    every = ", ".join(f"{v * unit:.1f}" for v in values)
+    return f"median {statistics.median(values) * unit:.1f}, worst {max(values) * unit:.1f} ({every})"
+
+
+def machine() -> dict[str, str]:
+    """Where the figures come from."""
+    import torch
+
+    facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "torch": torch.__version__}
+    facts["cpu"] = f"{os.cpu_count()} cores, {platform.machine()}, kernel {platform.release()}"
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        facts["gpu"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return facts
+
+
+class Results:
+    """Rows of one benchmark: printed as they come, saved as JSON where ``FER_BENCH_OUT`` names a directory."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.rows = name, dict[str, Any]()
+        print(f"# {name}", json.dumps(machine()), flush=True)
+
+    def add(self, row: str, value: Any) -> None:
+        self.rows[row] = value
+        print(f"{row}: {value}", flush=True)
+
+    def save(self) -> None:
+        where = os.environ.get("FER_BENCH_OUT")
+        if where:
+            path = Path(where) / f"{self.name}.json"
+            path.write_text(json.dumps({"machine": machine(), "rows": self.rows}, indent=1))

@@ -1,0 +1,84 @@
+"""The orchestrator: one start of an engine, stage by stage, every second accounted for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fer import stages
+from fer.options import Options
+from fer.report import Report
+
+if TYPE_CHECKING:
+    from fer.engines.base import Engine
+
+
+def recover(engine: Engine, options: Options | None = None, **overrides: Any) -> Report:
+    """Start an engine, giving it what an earlier start already made.
+
+    The phases follow each other as in any start (distributed, tokenizer, weights, kv, graphs, server); a stage that
+    has something kept makes its phase short. Afterwards ``engine`` has adopted its module and has produced one token.
+
+    Args:
+        engine: the adapter; see :class:`fer.engines.base.Engine`.
+        options: settings; None reads them from ``FER_*`` variables and ``fer.toml``.
+        overrides: single settings that win over ``options`` and everything else, by name.
+
+    Returns:
+        The report: every phase from process start to first token, and of each stage the path it took and why.
+
+    Raises:
+        OptionError: a setting is unknown or has a bad value.
+        UnsupportedQuantization: before any loading work.
+        Miss: nothing fits and ``on_miss="fail"``.
+        KeeperUnavailable: ``mode="client"`` and no keeper listens.
+        OutOfMemory: the weights cannot fit beside what other engines hold.
+    """
+    start = _start(engine, options, overrides)
+    report = start.report
+    _load_weights(start)
+    with report.phase("kv"):
+        engine.allocate_kv()
+    with report.phase("graphs"):
+        _run(start, stages.after_weights())
+        engine.warm_up()
+    with report.phase("server"):
+        engine.first_token()
+    report.finish()
+    return report
+
+
+def preload(engine: Engine, options: Options | None = None, **overrides: Any) -> Report:
+    """Load and publish an engine's weights ahead of time; the engine serves nothing. This is ``fer load``.
+
+    Takes and raises the same as :func:`recover`.
+    """
+    start = _start(engine, options, overrides)
+    _load_weights(start, tokenizer=False)
+    start.report.finish()
+    return start.report
+
+
+def _start(engine: Engine, options: Options | None, overrides: dict[str, Any]) -> stages.Start:
+    if options is None:
+        options = Options.load(**overrides)
+    elif overrides:
+        options = options.replace(**overrides)
+    return stages.Start(engine=engine, options=options, report=Report())
+
+
+def _load_weights(start: stages.Start, *, tokenizer: bool = True) -> None:
+    engine, report = start.engine, start.report
+    with report.phase("distributed"):
+        engine.init_distributed()
+    if tokenizer:
+        with report.phase("tokenizer"):
+            engine.load_tokenizer()
+    with report.phase("kernels"):
+        _run(start, stages.before_weights())
+    with report.phase("weights"):
+        _run(start, [stages.weights_stage()])
+
+
+def _run(start: stages.Start, todo: list[stages.Stage]) -> None:
+    for stage in todo:
+        stage.run(start)

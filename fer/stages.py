@@ -1,0 +1,70 @@
+"""The Stage protocol, and the stages in the order a start runs them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fer.engines.base import Engine
+    from fer.options import Options
+    from fer.report import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of one engine: what every stage is given."""
+
+    engine: Engine
+    options: Options
+    report: Report
+
+
+class Stage(ABC):
+    """One kind of deterministic work that is kept and given back.
+
+    A stage never fails an engine that could have started without it: it falls back to the engine's own path and says
+    so in its one line of the report. It raises only where the settings forbid the fallback, or where the engine
+    itself fails.
+
+    Attributes:
+        name: as in options, report and log.
+    """
+
+    name: str
+
+    @abstractmethod
+    def run(self, start: Start) -> None:
+        """Do the stage's part of the start and report the path taken."""
+
+
+class Absent(Stage):
+    """A stage this version of FER does not have; the report says so instead of passing it over."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def run(self, start: Start) -> None:
+        """Report the stage as absent, or as off where it was switched off."""
+        if getattr(start.options, self.name):
+            start.report.stage(self.name, path="absent", why="this version of FER has no such stage; engine's own path")
+        else:
+            start.report.stage(self.name, path="off", why=f"{self.name}=false")
+
+
+def weights_stage() -> Stage:
+    """The weights stage. Imports torch."""
+    from fer.weights.stage import WeightsStage
+
+    return WeightsStage()
+
+
+def before_weights() -> list[Stage]:
+    """What must be in place before anything compiles or allocates."""
+    return [Absent("kernels"), Absent("distinit")]
+
+
+def after_weights() -> list[Stage]:
+    """What needs the weights in place."""
+    return [Absent("cudagraph")]

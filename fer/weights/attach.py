@@ -1,0 +1,192 @@
+"""Attach: bind an empty module to an edition's slabs, and prove that it is the published module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fer.errors import IntegrityError, SlabLost
+from fer.memory import torch_private
+from fer.memory.base import Backend
+from fer.memory.base import Mapping as SlabMapping
+from fer.memory.fd import Fd
+from fer.weights import integrity, manifest, module_state
+from fer.weights.mutable import matches
+from fer.weights.storages import bytes_of, private_copy
+from fer.weights.wire import SlabInfo
+
+Verify = Literal["off", "fast", "full"]
+
+
+@dataclass(kw_only=True)
+class Attached:
+    """A module bound to an edition.
+
+    Attributes:
+        moved: slabs that could not be mapped at their recorded address.
+        copied: paths of mutable tensors, copied out of the slabs.
+        verified: what was compared: ``"off"``, ``"checksums"``, ``"seals and samples"`` or ``"every byte"``.
+    """
+
+    module: nn.Module
+    manifest: manifest.Manifest
+    bytes: int
+    moved: int
+    verified: str
+    transport: str
+    copied: list[str] = field(default_factory=list)
+
+
+def map_slabs(
+    record: manifest.Manifest, slabs: Sequence[tuple[SlabInfo, Fd]], backends: Mapping[str, Backend]
+) -> list[SlabMapping]:
+    """Map every slab of an edition; all or none.
+
+    Args:
+        record: the edition's manifest.
+        slabs: descriptors as the keeper gave them; closed here, whatever happens.
+        backends: by slab kind.
+
+    Raises:
+        SlabLost: a descriptor does not import, or the keeper's list is not the manifest's.
+    """
+    try:
+        if [(i.kind, i.size) for i, _ in slabs] != [(r.kind, r.size) for r in record.slabs]:
+            raise SlabLost("the keeper's slabs are not the manifest's", fix="Evict this edition: fer evict")
+        missing = {r.kind for r in record.slabs} - set(backends)
+        if missing:
+            raise SlabLost(f"slabs of kind {', '.join(sorted(missing))} cannot be mapped here")
+        mapped: dict[int, SlabMapping] = {}
+        try:
+            for kind in {r.kind for r in record.slabs}:
+                wanted = [n for n, r in enumerate(record.slabs) if r.kind == kind]
+                requests = [(slabs[n][1], record.slabs[n].size, record.slabs[n].address) for n in wanted]
+                mapped |= dict(zip(wanted, backends[kind].attach_many(requests), strict=True))
+        except BaseException:
+            for mapping in mapped.values():
+                mapping.close()
+            raise
+        return [mapped[n] for n in range(len(record.slabs))]
+    finally:
+        for _, fd in slabs:
+            fd.close()
+
+
+def check_slabs(
+    record: manifest.Manifest, mappings: Sequence[SlabMapping], backends: Mapping[str, Backend], verify: Verify
+) -> str:
+    """Compare slabs with the manifest, as far as ``verify`` says; returns what was compared.
+
+    ``fast`` reads every byte of a GPU's slabs where they are; host slabs are write-sealed by the kernel (checked when
+    they were mapped), so samples stand for the rest. ``full`` reads every byte of both.
+
+    Raises:
+        IntegrityError: a slab differs.
+    """
+    if verify == "off":
+        return "off"
+    views = [
+        bytes_of(backends[r.kind].storage(m, 0, m.size))
+        for r, m in zip(record.slabs, mappings, strict=True)
+    ]
+    whole = [n for n, r in enumerate(record.slabs) if r.kind != "host" or verify == "full"]
+    for n, found in zip(whole, integrity.checksums([views[n] for n in whole]), strict=True):
+        _same(n, "checksum", record.slabs[n].checksum, found)
+    for n, slab in enumerate(record.slabs):
+        if n not in whole:
+            _same(n, "samples", slab.samples, integrity.samples(views[n]))
+    if verify == "full":
+        return "every byte"
+    kinds = {"seals and samples" if r.kind == "host" else "checksums" for r in record.slabs}
+    return " and ".join(sorted(kinds)) or "nothing to compare"
+
+
+def _same(slab: int, what: str, published: str, found: str) -> None:
+    if published != found:
+        raise IntegrityError(
+            f"slab {slab} is not what was published",
+            why=f"its {what} is {found}, published was {published}",
+            fix="The edition is dropped and the weights are loaded again",
+        )
+
+
+def bind(
+    skeleton: nn.Module,
+    record: manifest.Manifest,
+    mappings: Sequence[SlabMapping],
+    backends: Mapping[str, Backend],
+    *,
+    mutable: Sequence[str] = (),
+) -> list[str]:
+    """Bind every tensor of the skeleton to its slab, restore the rest of the state, and prove the structure.
+
+    Returns:
+        Paths of the tensors that were copied because they match ``mutable``.
+
+    Raises:
+        IntegrityError: the module is not the published one, or a tensor was left on ``meta``.
+    """
+    copied: list[str] = []
+    storages: dict[int, torch.UntypedStorage] = {}
+    mutable_storages = {
+        leaf.storage for leaf in record.state.tensors if mutable and matches(leaf.names, mutable)
+    }
+
+    def storage(index: int) -> torch.UntypedStorage:
+        found = storages.get(index)
+        if found is None:
+            place = record.storages[index]
+            if place.nbytes == 0:
+                found = torch.UntypedStorage(0, device=_device(place.device, backends))
+            else:
+                backend = backends[record.slabs[place.slab].kind]
+                found = backend.storage(mappings[place.slab], place.offset, place.nbytes)
+                if index in mutable_storages:
+                    found = private_copy(found)
+            storages[index] = found
+        return found
+
+    def tensor(number: int) -> torch.Tensor:
+        leaf = record.state.tensors[number]
+        if leaf.storage in mutable_storages:
+            copied.extend(leaf.names)
+        return torch_private.tensor_over(
+            storage(leaf.storage), getattr(torch, leaf.dtype), leaf.shape, leaf.stride, leaf.offset
+        )
+
+    module_state.restore(skeleton, record.state, tensor)
+    left = module_state.meta_leftovers(skeleton)
+    if left:
+        raise IntegrityError(f"{len(left)} tensors were left without memory, first {left[0]}")
+    structure = module_state.structure_digest(skeleton)
+    if structure != record.structure:
+        raise IntegrityError(
+            "the attached module has not the published structure",
+            why=f"its digest is {structure[:16]}, published was {record.structure[:16]}",
+            fix="The edition is dropped and the weights are loaded again",
+        )
+    return copied
+
+
+def views(
+    record: manifest.Manifest, mappings: Sequence[SlabMapping], backends: Mapping[str, Backend]
+) -> dict[str, torch.Tensor]:
+    """Every tensor of an edition, over its slab, under the first of its paths."""
+    found: dict[str, torch.Tensor] = {}
+    for leaf in record.state.tensors:
+        place = record.storages[leaf.storage]
+        if place.nbytes:
+            backend = backends[record.slabs[place.slab].kind]
+            storage = backend.storage(mappings[place.slab], place.offset, place.nbytes)
+            found[leaf.names[0]] = torch_private.tensor_over(
+                storage, getattr(torch, leaf.dtype), leaf.shape, leaf.stride, leaf.offset
+            )
+    return found
+
+
+def _device(kind: str, backends: Mapping[str, Backend]) -> str:
+    return next((b.device for b in backends.values() if b.device.split(":")[0] == kind), kind)

@@ -1,0 +1,74 @@
+"""Digests that need no one to wait for them: of the checkpoint's bytes, and of every published tensor."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fer.errors import FerError
+from fer.weights import checkpoint, integrity
+from fer.weights.client import KeeperClient
+
+log = logging.getLogger("fer")
+
+
+class Digests(threading.Thread):
+    """Computes the digests of one edition after its first load and hands them to the keeper.
+
+    The thread is a daemon and stops between two pieces of work when :meth:`cancel` is called or the process ends; an
+    edition without digests is as good as any, it only cannot be recognised after its checkpoint was copied or touched,
+    and ``fer verify --full`` has no tensor digests to compare.
+    """
+
+    def __init__(
+        self,
+        client: KeeperClient,
+        edition: str,
+        files: Sequence[Path],
+        loaded_from: checkpoint.CheckpointIdentity,
+        tensors: dict[str, torch.Tensor],
+    ) -> None:
+        super().__init__(name="fer-digests", daemon=True)
+        self._client, self._edition = client, edition
+        self._files, self._loaded_from, self._tensors = files, loaded_from, tensors
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Stop soon; does not wait."""
+        self._cancelled.set()
+
+    def run(self) -> None:
+        try:
+            self._checkpoint()
+            self._each_tensor()
+        except FerError as error:
+            if not self._cancelled.is_set():
+                log.warning("digests of edition %s were not kept: %s", self._edition, error)
+        finally:
+            self._tensors = {}
+
+    def _checkpoint(self) -> None:
+        samples = checkpoint.sample_digest(self._files)
+        full = checkpoint.full_digest(self._files, cancelled=self._cancelled.is_set)
+        if not full:
+            return
+        # A digest of files that changed after the load would vouch for bytes that were never loaded.
+        if checkpoint.changed(self._loaded_from, checkpoint.stamp(self._files)):
+            log.warning("the checkpoint changed after it was loaded; edition %s keeps no digest of it", self._edition)
+            return
+        self._client.annotate(self._edition, checkpoint=replace(self._loaded_from, samples=samples, full=full).to_json())
+
+    def _each_tensor(self) -> None:
+        digests: dict[str, str] = {}
+        for name in list(self._tensors):
+            digest = integrity.tensor_digest(self._tensors[name], cancelled=self._cancelled.is_set)
+            if digest is None:
+                return
+            digests[name] = digest
+        self._client.annotate(self._edition, digests=json.dumps(digests).encode())

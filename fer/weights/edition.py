@@ -1,0 +1,148 @@
+"""Where editions are made and put to use: the steps of attach and publish, with the backends they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fer.errors import IntegrityError
+from fer.memory.base import Backend
+from fer.memory.open import open_backend
+from fer.weights import attach, manifest, module_state, publish
+from fer.weights.client import KeeperClient, Key
+from fer.weights.wire import SlabInfo
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fer.engines.base import Engine
+    from fer.options import Options
+    from fer.report import Report
+    from fer.weights.checkpoint import CheckpointIdentity
+
+
+@dataclass(kw_only=True)
+class Published:
+    """A committed edition, seen by its publisher. ``tensors`` by path, for the digests."""
+
+    edition: str
+    bytes: int
+    slabs: int
+    peak_extra: int
+    transport: str
+    tensors: dict[str, torch.Tensor]
+
+
+class Workshop:
+    """The backends of one engine, and the two ways an edition and a module meet.
+
+    Attributes:
+        backend: memory of the engine's own device.
+    """
+
+    def __init__(self, engine: Engine, options: Options, report: Report) -> None:
+        self._engine, self._options, self._report = engine, options, report
+        with report.step("open device"):
+            self.backend = open_backend(engine.device, options.transport)
+        host = self.backend if self.backend.kind == "host" else open_backend("cpu")
+        self._by_device: dict[str, Backend] = {"cpu": host, self.backend.device.split(":")[0]: self.backend}
+        self._by_kind: dict[str, Backend] = {host.kind: host, self.backend.kind: self.backend}
+
+    def _skeleton(self) -> nn.Module:
+        with self._report.step("skeleton"), torch.device("meta"):
+            return self._engine.build()
+
+    def attach(self, client: KeeperClient, edition: str) -> attach.Attached:
+        """Lease an edition and bind a new module to it.
+
+        Raises:
+            SlabLost, MappingError, IntegrityError: its memory is not there, or not what was published.
+            KeeperError: the edition went away meanwhile.
+        """
+        skeleton = self._skeleton()
+        span = self._report.step
+        with span("lease"):
+            leased = client.lease(edition)
+        record = manifest.decode(leased.manifest)
+        with span("map"):
+            mappings = attach.map_slabs(record, leased.slabs, self._by_kind)
+        with span("verify"):
+            verified = attach.check_slabs(record, mappings, self._by_kind, self._options.verify)
+        with span("bind"):
+            copied = attach.bind(skeleton, record, mappings, self._by_kind, mutable=self._engine.mutable)
+        return attach.Attached(
+            module=skeleton,
+            manifest=record,
+            bytes=sum(mapping.size for mapping in mappings),
+            moved=sum(mapping.moved for mapping in mappings),
+            verified=verified,
+            copied=copied,
+            transport=_transport(record),
+        )
+
+    def publish(
+        self, client: KeeperClient, module: nn.Module, key: Key, fields: bytes, loaded_from: CheckpointIdentity
+    ) -> Published:
+        """Move a loaded module into slabs and hand them to the keeper.
+
+        Whatever goes wrong, the module stays whole and usable: tensors that have moved stay where they are.
+
+        Raises:
+            UnsupportedState, PublishRefused: the module cannot be kept.
+            OutOfMemory: no room for the next slab.
+            KeeperError: the keeper refused, or another rank of the group failed.
+        """
+        span = self._report.step
+        skeleton = self._skeleton()
+        with span("capture"):
+            prepared = publish.prepare(module, skeleton, self._by_device, slab_bytes=self._options.slab_bytes)
+        begun = client.begin(key, fields=fields, checkpoint=loaded_from.to_json(), total=prepared.device_total)
+        try:
+            with span("move"):
+                moved = publish.move(prepared, self._by_device, offset=begun.offset)
+            with span("seal and checksum"):
+                record = self._seal(prepared, moved)
+            with span("hand over"):
+                committed = self._hand_over(client, begun.transaction, record, moved)
+        except BaseException:
+            client.abort(begun.transaction)
+            raise
+        return Published(
+            edition=committed,
+            bytes=prepared.total,
+            slabs=len(record.slabs),
+            peak_extra=moved.peak_extra,
+            transport=_transport(record),
+            # Over the slabs, not the module's own tensors: the engine may have private copies of some and write them.
+            tensors=attach.views(record, [m for m, _ in moved.slabs], self._by_kind),
+        )
+
+    def _seal(self, prepared: publish.Prepared, moved: publish.Moved) -> manifest.Manifest:
+        try:
+            return publish.seal(prepared, moved)
+        finally:  # also where sealing failed half way: some slabs are read-only by then
+            publish.give_private_copies(prepared, self._engine.mutable)
+
+    def _hand_over(
+        self, client: KeeperClient, transaction: str, record: manifest.Manifest, moved: publish.Moved
+    ) -> str:
+        slabs = [
+            (SlabInfo(kind=slab.kind, size=slab.size, address=slab.address), mapping.export())
+            for slab, (mapping, _) in zip(record.slabs, moved.slabs, strict=True)
+        ]
+        try:
+            client.add_slabs(transaction, slabs)
+        finally:
+            for _, fd in slabs:
+                fd.close()
+        committed = client.commit(transaction, manifest.encode(record), wait_s=self._options.wait_s)
+        for mapping, _ in moved.slabs:
+            mapping.forget_descriptor()
+        return committed.edition
+
+
+def _transport(record: manifest.Manifest) -> str:
+    kinds = sorted({slab.kind for slab in record.slabs})
+    return "+".join(kinds) or "none"
