@@ -65,6 +65,9 @@ class Mapping(ABC):
         Takes time in proportion to the size and leaves the GIL alone, so a background thread may do it.
         """
 
+    def forget_descriptor(self) -> None:  # noqa: B027 - most mappings hold none
+        """Close what only :meth:`export` needs, once the slab was handed over."""
+
     @abstractmethod
     def close(self) -> None:
         """Unmap. Safe to call twice. Nothing may use the memory any more."""

@@ -126,6 +126,10 @@ class HostMapping(Mapping):
             return 0
         return max(0, self.size - os.fstat(self._fd.fileno()).st_blocks * 512)
 
+    def forget_descriptor(self) -> None:
+        if self._fd is not None and not self.writable:
+            self._fd.close()
+
     def close(self) -> None:
         self._closer()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fer.errors import IntegrityError
+from fer.errors import MappingError
 from fer.memory.base import Backend
 from fer.memory.open import open_backend
 from fer.weights import attach, manifest, module_state, publish
@@ -65,9 +65,12 @@ class Workshop:
         span = self._report.step
         with span("lease"):
             leased = client.lease(edition)
-        record = manifest.decode(leased.manifest)
-        with span("map"):
-            mappings = attach.map_slabs(record, leased.slabs, self._by_kind)
+        with leased:
+            record = manifest.decode(leased.manifest)
+            for kind in {slab.kind for slab in record.slabs}:
+                self._open_for(kind)
+            with span("map"):
+                mappings = attach.map_slabs(record, leased.slabs, self._by_kind)
         with span("verify"):
             verified = attach.check_slabs(record, mappings, self._by_kind, self._options.verify)
         with span("bind"):
@@ -118,6 +121,19 @@ class Workshop:
             # Over the slabs, not the module's own tensors: the engine may have private copies of some and write them.
             tensors=attach.views(record, [m for m, _ in moved.slabs], self._by_kind),
         )
+
+    def _open_for(self, kind: str) -> None:
+        """Open the backend that maps slabs of ``kind``, where the settings allow it."""
+        if kind in self._by_kind:
+            return
+        transport = {"cuda": "vmm", "cuda-ipc": "cuda-ipc"}.get(kind, "")
+        if self.backend.kind == "host" or self._options.transport not in ("auto", transport):
+            raise MappingError(
+                f"the edition's slabs are of kind {kind}, which this engine does not map",
+                why=f"its device is {self._engine.device}, transport={self._options.transport}",
+                fix="Set transport=auto, or publish again with this transport",
+            )
+        self._by_kind[kind] = open_backend(self._engine.device, transport)
 
     def _seal(self, prepared: publish.Prepared, moved: publish.Moved) -> manifest.Manifest:
         try:
