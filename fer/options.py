@@ -36,7 +36,7 @@ OTHER_VARIABLES = {
 """``FER_*`` variables that are no setting of a class here, with what they are for."""
 
 _FOREIGN = re.compile(r"FER_(PORT|SERVICE_)")  # Kubernetes makes these for a Service named fer
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE | re.ASCII)
 _FACTOR = {
     "": 1,
     **{u: 1000 ** (i + 1) for i, u in enumerate("kmgt")},
