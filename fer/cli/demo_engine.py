@@ -45,7 +45,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     from fer.engines.transformers import TransformersEngine
 
     engine = TransformersEngine(arguments.model, device=resolve(arguments.device))
-    report = fer.recover(engine)
+    # The demo shows this mode, whatever the variables of this shell say about it.
+    report = fer.recover(engine, mode="daemon", on_miss="load", weights=True)
     report.label = arguments.label
     tokens = engine.generate(_prompt(engine, arguments.question), arguments.max_new_tokens)
     answer = engine.tokenizer.decode(tokens, skip_special_tokens=True).strip()

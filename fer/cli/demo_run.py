@@ -88,12 +88,12 @@ class Stage:
         command = [sys.executable, "-m", "fer.cli.demo_engine", "--model", str(self.model), "--device", self.device]
         command += ["--question", self.question, "--label", label]
         environment = os.environ | {"FER_RUNTIME_DIR": str(self.runtime_dir), "FER_HOME": str(self.home)}
-        # A start that is measured runs as its users run it: the mode, paths and budgets of this shell are left out.
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
         self.engines.append(process)
-        said = json.loads(_line(process, START_LIMIT_S) or "{}")
+        with self.console.status(f"starting ({label})"):
+            said = json.loads(_line(process, START_LIMIT_S) or "{}")
         if "error" in said:
             raise from_dict(said["error"])
         if not said:
@@ -111,9 +111,8 @@ class Stage:
             tokens=said["tokens"],
             device=said["device"],
         )
-        self.say(
-            f"  pid {process.pid}, weights [bold]{started.path}[/] in {report.phase_s('weights'):.3f} s, start {report.total_s:.2f} s"
-        )
+        weights_s = report.phase_s("weights")
+        self.say(f"  pid {process.pid}: weights [bold]{started.path}[/] in {weights_s:.3f} s of {report.total_s:.2f} s")
         self.say(f"  {escape(started.why)}")
         self.say(f"  answer: [green]{escape(started.answer)}[/]")
         return started
@@ -269,7 +268,12 @@ def _check(starts: list[EngineStart]) -> None:
 
 def _demonstration_model(home: Path) -> Path:
     """Written in a process of its own: this one stays light, and may be interrupted at any moment."""
-    program = "import sys; from pathlib import Path; from fer.engines.demo_model import smollm2; print(smollm2(Path(sys.argv[1])))"
+    program = """if True:
+        import sys
+        from pathlib import Path
+        from fer.engines.demo_model import smollm2
+        print(smollm2(Path(sys.argv[1])))
+    """
     done = subprocess.run([sys.executable, "-c", program, str(home)], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise FerError(

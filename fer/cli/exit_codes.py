@@ -34,6 +34,8 @@ TABLE: tuple[Row, ...] = (
     Row(130, "interrupted"),
 )
 
+MISS = 3
+INTEGRITY = 7
 CHECK_FAILED = 8
 INTERRUPTED = 130
 

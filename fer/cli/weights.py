@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fer.cli.exit_codes import MISS
 from fer.cli.flags import Device, Home, Model, RuntimeDir, SlabBytes, Transport, Verify
 from fer.cli.output import JsonFlag, ago, emit, escape, guarded, log_to_stderr, size, table
 
@@ -99,7 +100,7 @@ def explain(
         found = find(model, device=device, dtype=dtype, runtime_dir=runtime_dir)
         emit(json, found.to_json(), found.print)
         if not found.would_attach:
-            raise typer.Exit(3)
+            raise typer.Exit(MISS)
 
 
 def verify(
