@@ -17,6 +17,7 @@ class Fd:
     __slots__ = ("_number",)
 
     def __init__(self, number: int) -> None:
+        self._number = -1  # first, since __del__ runs for a refused number too
         if number < 0:
             raise ValueError(f"not a descriptor: {number}")
         self._number = number

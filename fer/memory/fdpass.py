@@ -54,7 +54,8 @@ def receive(sock: socket.socket, limit: int, *, flags: int = 0) -> tuple[bytes, 
         An empty payload is the end of the connection.
 
     Raises:
-        OSError: as ``recvmsg``; ``BlockingIOError`` or ``TimeoutError`` where nothing came in time.
+        OSError: as ``recvmsg``; ``BlockingIOError`` or ``TimeoutError`` where nothing came in time. (``MSG_DONTWAIT``
+            on a socket with a timeout waits for that timeout all the same: Python tries again.)
     """
     space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
     payload, ancillary, seen, _ = sock.recvmsg(limit, space, flags | socket.MSG_CMSG_CLOEXEC)
