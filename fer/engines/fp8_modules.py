@@ -48,6 +48,19 @@ class BlockFp8Quantizer(_quantizers.FineGrainedFP8HfQuantizer):  # type: ignore[
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Every environment will do: :func:`fer.engines.fp8.choose` has looked already."""
 
+    def update_tp_plan(self, config: Any) -> Any:
+        """Transformers before 5.18 calls this; two things are missing in its own version.
+
+        For Qwen3 it replaces the plan by one of parameters alone, so that weights were sharded and nothing summed the
+        products up; and it leaves the scales of experts whole beside sharded weights.
+        """
+        plan = dict(config.base_model_tp_plan or {})
+        config = super().update_tp_plan(config)
+        plan |= config.base_model_tp_plan or {}
+        experts = [key for key in plan if ".experts." in key and not key.endswith("_scale_inv")]
+        config.base_model_tp_plan = {**{f"{key}_scale_inv": plan[key] for key in experts}, **plan}
+        return config
+
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         super()._process_model_before_weight_loading(model, **kwargs)
         use_matmul(model, self.quantization_config.matmul)
@@ -95,3 +108,42 @@ def use_matmul(model: nn.Module, matmul: str) -> None:
         else:
             continue
         module.matmul = matmul
+
+
+def check_shards(model: nn.Module, world: int) -> None:
+    """Refuse a sharding that cuts through the blocks of FP8 weights; ``model`` may be a skeleton.
+
+    Transformers shards weights and scales each by their own length, so a rank would pair rows with foreign scales.
+
+    Raises:
+        UnsupportedQuantization: naming the first such weight.
+    """
+    for path, module in model.named_modules():
+        if not isinstance(module, (_layers.FP8Linear, _layers.FP8Experts)):
+            continue
+        for name, weight in module.named_parameters(path, recurse=False):
+            scale = module._parameters.get(f"{name.rpartition('.')[2]}_scale_inv")
+            why = "" if scale is None else _cut(weight, scale, module.block_size, world)
+            if why:
+                raise UnsupportedQuantization(
+                    f"{name} cannot be shared by {world} ranks",
+                    why=why,
+                    fix="Use fewer ranks",
+                    method="fp8 (blocks cut by tensor parallelism)",
+                )
+
+
+def _cut(weight: Any, scale: Any, block: tuple[int, int], world: int) -> str:
+    """Why a rank's shard of a weight and its shard of the scales do not belong together, ``""`` where they do."""
+    first = weight.ndim - 2  # experts are stacked in front of rows and columns
+    for dim in (first, first + 1):
+        size = block[dim - first]
+        sharded = [p for p in getattr(weight, "placements", ()) if hasattr(p, "dim") and p.dim % weight.ndim == dim]
+        # A projection that packs two halves is dealt out half by half: each rank gets its part of both.
+        halves = max((getattr(p, "split_factor", 1) for p in sharded), default=1)
+        if sharded and weight.shape[dim] % (world * size * halves):
+            return f"its dimension of {weight.shape[dim]} is not whole blocks of {size} on each rank"
+        rows, scales = (getattr(tensor, "_local_tensor", tensor).shape[dim] for tensor in (weight, scale))
+        if scales != -(-rows // size):
+            return f"a rank would hold {rows} rows or columns and the scales of {scales} blocks of {size}"
+    return ""

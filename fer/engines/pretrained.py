@@ -88,6 +88,8 @@ def dtype_of(asked: str, config: Any, shards: Sequence[Path]) -> str:
 
 def load(recipe: Recipe) -> nn.Module:
     """The model, by ``from_pretrained``."""
+    if recipe.matmul and recipe.world > 1:
+        build(recipe)  # a plan that cannot be right is refused before anything is read
     where: dict[str, Any] = {"distributed_config": _distributed(recipe)} if recipe.world > 1 else {}
     if recipe.world == 1 and recipe.device != "cpu":
         where = {"device_map": {"": recipe.device}}
@@ -173,7 +175,12 @@ def _distributed(recipe: Recipe) -> Any:
 def _distribute(model: Any, recipe: Recipe) -> Any:
     """Shard a skeleton by the plan that ``from_pretrained`` would use."""
     plan, _, mesh = type(model).prepare_distribute_model(_distributed(recipe))
-    return type(model).maybe_distribute_model(model, plan, mesh)
+    model = type(model).maybe_distribute_model(model, plan, mesh)
+    if recipe.matmul:
+        from fer.engines.fp8_modules import check_shards
+
+        check_shards(model, recipe.world)
+    return model
 
 
 def _plain_buffers(model: nn.Module) -> None:
