@@ -140,7 +140,7 @@ class _Restore:
         return found
 
     def _step(self, thing: Any, step: Step) -> Any:
-        key = step.key
+        key: Any = step.key
         match step.kind:
             case "param":
                 return thing._parameters[key]
@@ -151,17 +151,17 @@ class _Restore:
             case "attr":
                 if isinstance(thing, functools.partial):
                     return thing.func
-                return (thing.__dict__ if isinstance(thing, torch.Tensor) else values.attributes(thing))[str(key)]
+                return (thing.__dict__ if isinstance(thing, torch.Tensor) else values.attributes(thing))[key]
             case "inner":
-                return getattr(thing, str(key))
+                return getattr(thing, key)
             case "item":
                 return (thing.args if isinstance(thing, functools.partial) else thing)[key]
             case "keyword":
                 return thing.keywords[key]
             case "at":
-                return list(dict.values(thing))[int(str(key))]
+                return list(dict.values(thing))[key]
             case "hook":
-                return list(vars(thing)[step.table].values())[int(str(key))]
+                return list(vars(thing)[step.table].values())[key]
             case "key":
                 return dict.__getitem__(thing, self._plain(key))
 
@@ -174,7 +174,8 @@ class _Restore:
 
     def _slots(self, node: records.ModuleNode, module: nn.Module) -> None:
         """Parameters, buffers and children: complete, in the published order, set beneath ``register_*``."""
-        for mine, theirs in ((node.parameters, module._parameters), (node.buffers, module._buffers)):
+        tables: Any = ((node.parameters, module._parameters), (node.buffers, module._buffers))
+        for mine, theirs in tables:
             found = {name: None if ref is None else self._tensor(ref) for name, ref in mine.items()}
             theirs.clear()
             theirs.update(found)
@@ -205,9 +206,9 @@ class _Restore:
             before = [_NOTHING] * len(node.items) if isinstance(thing, set) else list(thing)
             before += [_NOTHING] * (len(node.items) - len(before))
             items = [self._build(v, b, node.path) for v, b in zip(node.items, before, strict=False)]
-            base = next(base for base in (list, set, collections.deque) if isinstance(thing, base))
+            base: Any = next(base for base in (list, set, collections.deque) if isinstance(thing, base))
             base.clear(thing)
-            (base.update if base is set else base.extend)(thing, items)  # type: ignore[attr-defined]
+            (base.update if base is set else base.extend)(thing, items)
 
     def _mapping(self, node: records.MappingNode, thing: Any) -> None:
         # Subclasses may compute or check what is set, so the base's own methods are used.
@@ -274,9 +275,11 @@ class _Restore:
 
     def _tensor(self, ref: Value) -> torch.Tensor:
         if isinstance(ref, LeafRef):
-            return self.leaves[ref.index] if self.leaves[ref.index] is not None else self._leaf(ref.index)  # type: ignore[return-value]
+            leaf = self.leaves[ref.index]
+            return self._leaf(ref.index) if leaf is None else leaf
         if isinstance(ref, WrapperRef):
-            return self.wrappers[ref.index] if self.wrappers[ref.index] is not None else self._wrapper(ref.index)  # type: ignore[return-value]
+            wrapper = self.wrappers[ref.index]
+            return self._wrapper(ref.index) if wrapper is None else wrapper
         _bad("a slot of the module", "a tensor belongs there")
 
     def _leaf(self, index: int) -> torch.Tensor:

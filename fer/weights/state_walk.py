@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -92,13 +92,14 @@ class _Walk:
         node = self._enter(live, base, place, path, depth)
         node.wanted = True
         where = Slot(node=node, steps=(), path=path, depth=depth)
-        for table, kind in (("_parameters", "param"), ("_buffers", "buffer")):
+        tables: tuple[tuple[str, Literal["param", "buffer"]], ...] = (("_parameters", "param"), ("_buffers", "buffer"))
+        for table, kind in tables:
             theirs = part(base, attr=table)
-            found: dict[str, Value] = {}
+            slots: dict[str, Value] = {}
             for name, tensor in getattr(live, table).items():
                 slot = where.step(Step(kind, name), dotted(path, name))
-                found[name] = None if tensor is None else self.tensors.visit(tensor, part(theirs, key=name), slot)
-            node.changes[table.removeprefix("_")] = found
+                slots[name] = None if tensor is None else self.tensors.visit(tensor, part(theirs, key=name), slot)
+            node.changes[table.removeprefix("_")] = slots
         node.changes["children"] = self._children(node)
         node.changes["transient"] = sorted(live._non_persistent_buffers_set)
         node.changes["training"] = live.training

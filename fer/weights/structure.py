@@ -176,7 +176,7 @@ class _Survey:
         if depth > _DEEPEST:
             self.lines.append(f"{path}: too deep")
             return
-        if value is None or (isinstance(value, bool | int | float | str) and type(value) in _SIMPLE):
+        if value is None or type(value) in _SIMPLE:
             self.lines.append(f"{path}: {value!r}")
         elif isinstance(value, torch.Tensor):
             self._tensor(value, path, "tensor", depth)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
 
 from fer.weights import codecs, values
 from fer.weights.manifest import ITEMSIZE
@@ -163,7 +162,7 @@ class Tensors:
 def _check(tensor: torch.Tensor, path: str) -> None:
     """Refuse what strides over a storage do not describe."""
     cls = type(tensor)
-    if issubclass(cls, UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(tensor):
         refuse(path, "it is not initialised")
     plain = cls is torch.Tensor or issubclass(cls, nn.Parameter)
     if not plain or cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

@@ -9,7 +9,7 @@ import hashlib
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -85,6 +85,14 @@ BARE: Final = frozenset(
     (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter)
 )
 """Containers that hold nothing beside their items; subclasses of these may have attributes as well."""
+
+_T = TypeVar("_T")
+
+
+def _once(function: Callable[[type], _T]) -> Callable[[type], _T]:
+    """Ask once a class."""
+    return functools.cache(function)
+
 
 _NEVER: Final = (
     type,
@@ -189,7 +197,7 @@ def home_index(device: torch.device | None) -> int:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two plain values are the same to every caller: type and value, NaN equal to itself, 0.0 apart from -0.0."""
+    """Whether two plain values are the same to every caller: type and value, NaN equal to itself."""
     if left is right:
         return True
     if type(left) is not type(right):
@@ -210,7 +218,7 @@ def is_opaque(value: Any) -> bool:
     )
 
 
-@functools.cache
+@_once
 def _is_opaque_class(cls: type) -> bool:
     name = cls.__module__ + "."
     # "torch._" stands for every private module; the other names are whole ones.
@@ -290,7 +298,7 @@ def is_namedtuple(value: Any) -> bool:
     return type(value) is not tuple and isinstance(getattr(type(value), "_fields", None), tuple)
 
 
-@functools.cache
+@_once
 def _slots(cls: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):

@@ -78,7 +78,7 @@ class _Numbers:
 def _node(made: Made, numbers: _Numbers) -> records.Node:
     live, changes = made.live, made.changes
     cls = values.class_name(type(live))
-    common = {"place": numbers.place(made.place), "path": made.path, "cls": cls}
+    common: dict[str, Any] = {"place": numbers.place(made.place), "path": made.path, "cls": cls}
     common |= {"attrs": numbers.each(made.attrs), "removed": made.removed}
     if isinstance(live, nn.Module):
         changes["children"] = numbers.each(changes["children"])

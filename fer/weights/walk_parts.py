@@ -26,8 +26,8 @@ class Unknown:
     """There is no skeleton to look at."""
 
 
-NOTHING: Final = Nothing()
-UNKNOWN: Final = Unknown()
+NOTHING: Final[Any] = Nothing()
+UNKNOWN: Final[Any] = Unknown()
 
 
 @dataclass(kw_only=True)
@@ -59,15 +59,6 @@ class LiveStorage:
 
 
 @dataclass(kw_only=True)
-class Capture:
-    """A module's state, and the live tensors and storages it speaks of, in the same order."""
-
-    state: records.ModuleState
-    tensors: list[torch.Tensor]
-    storages: list[LiveStorage]
-
-
-@dataclass(kw_only=True)
 class Made:
     """A node in the making. ``dirty``: it differs from the skeleton's; ``wanted``: some slot refers to it."""
 
@@ -95,11 +86,6 @@ class Slot:
 
     def step(self, step: Step, path: str) -> Slot:
         return Slot(node=self.node, steps=(*self.steps, step), path=path, depth=self.depth + 1)
-
-
-def refuse(path: str, why: str, fix: str = "Run with mode=off, or keep it out of the module") -> NoReturn:
-    """Refuse something by its path."""
-    raise UnsupportedState(f"{path or 'the module'} cannot be kept", why=why, fix=fix, path=path)
 
 
 def refuse(path: str, why: str, fix: str = "Run with mode=off, or keep it out of the module") -> NoReturn:
