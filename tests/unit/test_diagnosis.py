@@ -1,0 +1,217 @@
+"""The checks of ``fer doctor`` on made-up machines."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fer import diagnosis
+from fer.diagnosis import Finding, Machine, examine, file_system, uses_expandable_segments
+from fer.errors import DriverError, KeeperUnavailable, PeerRefused
+from fer.memory.gpus import Gpu
+
+UUID = "GPU-11111111-2222-3333-4444-555555555555"
+H200 = Gpu(uuid=UUID, pci_bus="0000:1b:00.0", index=0, name="NVIDIA H200", total=141 << 30)
+
+
+def machine(*, gpus: Any = None, keeper: Any = None, **fields: Any) -> Machine:
+    """A machine with the given facts; by default without GPU and keeper."""
+    made = Machine(**fields)
+    made.__dict__["gpus"] = DriverError("NVML is missing") if gpus is None else gpus
+    made.__dict__["keeper"] = keeper or KeeperUnavailable("no keeper listens")
+    return made
+
+
+def only(check: diagnosis.Check, on: Machine) -> Finding:
+    (found,) = check(on)
+    return found
+
+
+def test_every_check_runs_here_and_none_breaks(runtime_dir: Path) -> None:
+    findings = examine(runtime_dir)
+    assert not [found for found in findings if "check itself failed" in found.found]
+    assert {found.level for found in findings} <= {"ok", "warn", "fail"}
+
+
+def test_what_is_not_ok_says_what_to_do(runtime_dir: Path) -> None:
+    assert not [found for found in examine(runtime_dir) if found.level != "ok" and not found.fix]
+
+
+def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_broken(on: Machine) -> Any:
+        raise ValueError("oh")
+
+    monkeypatch.setattr(diagnosis, "CHECKS", (check_broken,))
+    (found,) = examine()
+    assert (found.check, found.level) == ("broken", "warn")
+    assert "ValueError: oh" in found.found
+
+
+def test_no_gpu_is_fine() -> None:
+    found = only(diagnosis.check_gpus, machine())
+    assert found.level == "ok"
+    assert "host memory is used" in found.found
+    assert not list(diagnosis.check_visible_devices(machine()))
+    assert not list(diagnosis.check_sharing(machine()))
+
+
+@pytest.mark.parametrize(
+    ("setting", "level", "words"),
+    [
+        (None, "ok", f"cuda:0 is {UUID}"),
+        ("0", "ok", f"cuda:0 is {UUID}"),
+        (UUID, "ok", f"cuda:0 is {UUID}"),
+        ("1", "fail", "CUDA sees no device"),
+        ("", "fail", "CUDA sees no device"),
+        ("0,7", "warn", "'7'"),
+        ("GPU-99", "fail", "GPU-99"),
+    ],
+)
+def test_visible_devices(setting: str | None, level: str, words: str) -> None:
+    environ = {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}
+    found = only(diagnosis.check_visible_devices, machine(gpus=[H200], environ=environ))
+    assert found.level == level
+    assert words in found.found
+
+
+def test_mig_is_pointed_out() -> None:
+    mig = Gpu(uuid=UUID, pci_bus="0000:1b:00.0", index=0, name="NVIDIA H200", mig=True, instances=("MIG-1", "MIG-2"))
+    found = only(diagnosis.check_gpus, machine(gpus=[mig]))
+    assert found.level == "warn"
+    assert "2 instances" in found.found
+
+
+def test_a_gpu_without_bindings_is_a_failure_with_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise DriverError("the Python bindings are missing", fix="pip install 'fast-engine-recovery[cuda]'")
+
+    monkeypatch.setattr(diagnosis, "_cuda_devices", missing)
+    found = only(diagnosis.check_sharing, machine(gpus=[H200]))
+    assert found.level == "fail"
+    assert "pip install" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("missing", "setting", "level"),
+    [
+        ([], "", "ok"),
+        (["memory behind descriptors"], "", "warn"),
+        (["memory behind descriptors"], "expandable_segments:True", "fail"),
+    ],
+)
+def test_sharing(monkeypatch: pytest.MonkeyPatch, missing: list[str], setting: str, level: str) -> None:
+    monkeypatch.setattr(diagnosis, "_cuda_devices", lambda: iter([(0, "NVIDIA H200", missing)]))
+    found = only(diagnosis.check_sharing, machine(gpus=[H200], environ={"PYTORCH_CUDA_ALLOC_CONF": setting}))
+    assert found.level == level
+
+
+@pytest.mark.parametrize(
+    ("environ", "used"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:true"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_expandable_segments_are_seen(environ: dict[str, str], used: bool) -> None:
+    assert uses_expandable_segments(environ) is used
+
+
+def test_expandable_segments_and_legacy_ipc_do_not_go_together() -> None:
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert only(diagnosis.check_allocator, machine(gpus=[H200], environ=environ)).level == "ok"
+    environ["FER_TRANSPORT"] = "cuda-ipc"
+    assert only(diagnosis.check_allocator, machine(gpus=[H200], environ=environ)).level == "fail"
+
+
+def test_a_bad_setting_is_a_failure_that_names_it() -> None:
+    found = only(diagnosis.check_settings, machine(environ={"FER_VERIFY": "maybe"}))
+    assert found.level == "fail"
+    assert "FER_VERIFY" in found.found
+
+
+def test_settings_name_their_source() -> None:
+    found = only(diagnosis.check_settings, machine(environ={"FER_VERIFY": "full"}))
+    assert found.found == "verify=full (FER_VERIFY)"
+
+
+def test_socket_directories(tmp_path: Path) -> None:
+    good, open_to_all, link = tmp_path / "good", tmp_path / "open", tmp_path / "link"
+    good.mkdir(mode=0o700)
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    link.symlink_to(good)
+    assert only(diagnosis.check_socket_directory, machine(runtime_dir=good)).level == "ok"
+    assert only(diagnosis.check_socket_directory, machine(runtime_dir=tmp_path / "later")).level == "ok"
+    for place in (open_to_all, link):
+        found = only(diagnosis.check_socket_directory, machine(runtime_dir=place))
+        assert found.level == "fail"
+        assert found.fix
+
+
+def test_a_place_others_could_take_is_a_failure(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    found = only(diagnosis.check_socket_directory, machine(runtime_dir=tmp_path / "fer"))
+    assert found.level == "fail"
+    assert "sticky" in found.found
+
+
+def test_a_shared_file_system_is_a_failure(tmp_path: Path) -> None:
+    place, proc = tmp_path / "fer", tmp_path / "proc"
+    place.mkdir(mode=0o700)
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/mounts").write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
+    found = only(diagnosis.check_socket_directory, machine(runtime_dir=place, proc=proc))
+    assert found.level == "fail"
+    assert "nfs4" in found.found
+
+
+def test_the_longest_mount_point_wins_and_names_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/mounts").write_text(
+        "a / ext4 rw 0 0\nb /run tmpfs rw 0 0\nc /runtime nfs rw 0 0\nd /run xfs rw 0 0\n"
+    )
+    assert file_system(Path("/run/fer"), tmp_path) == "xfs"
+    assert file_system(Path("/runt"), tmp_path) == "ext4"
+    assert file_system(Path("/x"), tmp_path / "absent") == "unknown"
+
+
+def test_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 1024))
+    found = only(diagnosis.check_open_files, machine())
+    assert (found.level, found.found) == ("warn", "256 open files, up to 1024")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, resource.RLIM_INFINITY))
+    assert only(diagnosis.check_open_files, machine()).level == "ok"
+
+
+def _kept(protection: str) -> SimpleNamespace:
+    return SimpleNamespace(pid=os.getpid(), protection=protection, editions=[SimpleNamespace(bytes=1 << 30)])
+
+
+@pytest.mark.parametrize(
+    ("keeper", "level", "words"),
+    [
+        (KeeperUnavailable("no keeper listens"), "ok", "none runs"),
+        (PeerRefused("it is a symbolic link"), "fail", "symbolic link"),
+        (_kept("none"), "warn", "unprotected"),
+        (_kept("minder"), "ok", "1.0 GiB, protected by minder"),
+    ],
+)
+def test_the_keeper_s_protection(keeper: Any, level: str, words: str) -> None:
+    found = only(diagnosis.check_keeper, machine(keeper=keeper))
+    assert found.level == level
+    assert words in found.found
+
+
+def test_a_user_manager_gives_keepers_a_unit_of_their_own(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    assert only(diagnosis.check_isolation, machine(environ=environ)).level == "warn"
+    (tmp_path / "systemd").mkdir()
+    (tmp_path / "systemd/private").touch()
+    assert only(diagnosis.check_isolation, machine(environ=environ)).level == "ok"
