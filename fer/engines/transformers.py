@@ -25,7 +25,6 @@ from fer.errors import CheckpointError, FerBug, OptionError
 from fer.weights import quantization as guard
 from fer.weights.shards import resolve
 
-
 _PACKAGES = ("transformers", "torch", "accelerate", "tokenizers", "safetensors", "kernels")
 """Distributions that take part in loading, where installed."""
 
