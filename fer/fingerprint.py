@@ -73,7 +73,7 @@ class Fingerprint:
     @property
     def unknown(self) -> list[str]:
         """Fields that could not be found out, each with the reason. With any, no other start will ever match."""
-        return [f"{path}: {value[_UNKNOWN][0]}" for path, value in _flat(self.group) if _is_unknown(value)]
+        return [f"{'.'.join(p)}: {value[_UNKNOWN][0]}" for p, value in _flat(self.group) if _is_unknown(value)]
 
     def to_json(self) -> bytes:
         """The canonical form. Equal fingerprints give equal bytes, in every process."""
@@ -149,9 +149,13 @@ def explain(left: Fingerprint, right: Fingerprint) -> list[Difference]:
     """Every field that differs, by dotted path in order, with both values. Empty exactly where the two are equal."""
     sides = [dict(_flat({"schema": side.schema, **side.group, "rank": side.rank})) for side in (left, right)]
     paths = sorted(sides[0].keys() | sides[1].keys())
-    pairs = [(path, sides[0].get(path, ABSENT), sides[1].get(path, ABSENT)) for path in paths]
     # Compared as text: to Python 1, 1.0 and True are equal, to the digest they are not.
-    return [Difference(path, a, b) for path, a, b in pairs if _dump(a) != _dump(b)]
+    texts = [{path: _dump(value) for path, value in side.items()} for side in sides]
+    differing = [path for path in paths if texts[0].get(path) != texts[1].get(path)]
+    # An empty mapping on one side is not worth a line where the other side's entries have theirs.
+    heads = {path[:length] for path in differing for length in range(1, len(path))}
+    shown = [path for path in differing if path not in heads or any(side.get(path) for side in sides)]
+    return [Difference(".".join(path), *(side.get(path, ABSENT) for side in sides)) for path in shown]
 
 
 def _sources(paths: Sequence[Path]) -> dict[str, Any]:
@@ -226,10 +230,10 @@ def _dump(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves by dotted path; empty mappings and tagged values are leaves."""
+def _flat(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Leaves by path; empty mappings and tagged values are leaves."""
     for key, item in value.items():
-        where = f"{path}.{key}" if path else key
+        where = (*path, key)
         if isinstance(item, Mapping) and item and not item.keys() & {_UNKNOWN, _BYTES, _SET}:
             yield from _flat(item, where)
         else:

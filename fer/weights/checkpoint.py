@@ -235,13 +235,16 @@ def _combined(kind: str, files: Sequence[FileStamp], digest: _FileDigest, cancel
 
 
 def _hash_file(opened: BinaryIO, file: FileStamp, cancelled: Callable[[], bool]) -> bytes:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_CHUNK, max(1, file.size))))
-    while not cancelled():
-        count = opened.readinto(buffer)  # type: ignore[attr-defined]  # a raw file, opened without buffering
+    digest, buffer, left = hashlib.sha256(), memoryview(bytearray(min(_CHUNK, max(1, file.size)))), file.size
+    while left > 0:  # no further, or a file that grows faster than it is read would never end
+        if cancelled():
+            raise _Cancelled
+        count = opened.readinto(buffer[:left])  # type: ignore[attr-defined]  # a raw file, opened without buffering
         if not count:
-            return digest.digest()
+            break
         digest.update(buffer[:count])
-    raise _Cancelled
+        left -= count
+    return digest.digest()
 
 
 def _sample_file(opened: BinaryIO, file: FileStamp, cancelled: Callable[[], bool]) -> bytes:
