@@ -8,7 +8,7 @@ storage. Imports no torch, so that tools may read manifests.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
 
 import msgspec
@@ -17,6 +17,7 @@ from msgspec import Struct
 from fer.errors import IntegrityError
 from fer.memory.base import ALIGNMENT
 from fer.weights import records
+from fer.weights.pauses import without_gc
 from fer.weights.records import Leaf, LeafRef, ModuleState, NodeRef, Place, WrapperRef
 
 VERSION = 1
@@ -81,8 +82,9 @@ def decode(data: bytes | memoryview) -> Manifest:
     if _version(data) != VERSION:
         _bad(f"its version is {_version(data)!r}, this FER reads {VERSION}")
     try:
-        manifest = _DECODER.decode(data)
-        check(manifest)
+        with without_gc():
+            manifest = _DECODER.decode(data)
+            check(manifest)
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
         raise IntegrityError("a manifest cannot be read", why=str(error), fix=_FIX) from error
     return manifest
@@ -139,7 +141,9 @@ def _check_storages(manifest: Manifest) -> None:
 
 
 def _check_tensor(tensor: Leaf, storages: list[StorageRecord]) -> None:
-    where = tensor.names[0] if tensor.names else "a tensor"
+    if not tensor.names:
+        _bad("a tensor has no name")
+    where = tensor.names[0]
     itemsize = ITEMSIZE.get(tensor.dtype)
     if itemsize is None:
         _bad(f"{where} has the unknown dtype {tensor.dtype!r}")
@@ -170,13 +174,16 @@ def _check_state(state: ModuleState) -> None:
         # Things are looked up in order, so each must hang on an earlier one.
         _check_place(node.place, number, node.path, limits)
         for values in _values_of(node):
-            _check_values(values, limits, node.path)
+            if values:
+                _check_values(values, limits, node.path)
     for tensor in state.tensors:
         if tensor.attrs or tensor.place is not None:
-            _check_place(tensor.place, limits[2], tensor.names[0] if tensor.names else "", limits)
-            _check_values(tensor.attrs.values(), limits, tensor.names[0] if tensor.names else "")
+            _check_place(tensor.place, limits[2], tensor.names[0], limits)
+            _check_values(tensor.attrs.values(), limits, tensor.names[0])
     for number, wrapper in enumerate(state.wrappers):
-        where = wrapper.names[0] if wrapper.names else ""
+        if not wrapper.names:
+            _bad("a tensor has no name")
+        where = wrapper.names[0]
         _check_place(wrapper.place, limits[2], where, limits)
         _check_values([*wrapper.attrs.values(), *wrapper.meta.values()], limits, where)
         # An inner wrapper is made first: no cycles.
@@ -193,17 +200,14 @@ def _check_place(place: Place | None, limit: int, where: str, limits: tuple[int,
             _check_values((step.key,), limits, where)
 
 
-def _values_of(node: records.Node) -> Iterable[Iterable[records.Value]]:
-    yield node.attrs.values()
+def _values_of(node: records.Node) -> Iterable[Collection[records.Value]]:
     if isinstance(node, records.ModuleNode):
-        yield node.parameters.values()
-        yield node.buffers.values()
-        yield node.children.values()
-    elif isinstance(node, records.SequenceNode):
-        yield node.items or ()
-    elif isinstance(node, records.MappingNode):
-        yield node.changed.values()
-        yield from node.pairs or ()
+        return (node.parameters.values(), node.buffers.values(), node.children.values(), node.attrs.values())
+    if isinstance(node, records.SequenceNode):
+        return (node.items or (), node.attrs.values())
+    if isinstance(node, records.MappingNode):
+        return (node.changed.values(), node.attrs.values(), *(node.pairs or ()))
+    return (node.attrs.values(),)
 
 
 def _check_values(values: Iterable[records.Value], limits: tuple[int, int, int], where: str) -> None:

@@ -10,13 +10,14 @@ import torch
 from fer.weights.records import Leaf, ModuleState
 from fer.weights.state_restore import rehearse, restore
 from fer.weights.state_walk import Capture, capture
-from fer.weights.structure import first_difference, meta_leftovers, structure_digest
+from fer.weights.structure import Survey, first_difference, meta_leftovers, structure_digest, survey
 from fer.weights.walk_parts import LiveStorage
 
 __all__ = [
     "Capture",
     "LiveStorage",
     "ModuleState",
+    "Survey",
     "capture",
     "dtype_of",
     "first_difference",
@@ -25,6 +26,7 @@ __all__ = [
     "rehearse",
     "restore",
     "structure_digest",
+    "survey",
     "tensor_names",
 ]
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from fer.errors import IntegrityError
 from fer.weights import codecs, records, structure, values
+from fer.weights.pauses import without_gc
 from fer.weights.records import Keep, Leaf, LeafRef, ModuleState, NodeRef, Place, Step, Value, WrapperRef
 
 _NOTHING: Final = object()
@@ -33,7 +34,8 @@ def restore(skeleton: nn.Module, state: ModuleState, tensor: Callable[[int], tor
     Raises:
         IntegrityError: the skeleton is not the module that was captured, named by the path where they part.
     """
-    _Restore(state, tensor, None).run(skeleton)
+    with without_gc():
+        _Restore(state, tensor, None).run(skeleton)
 
 
 def rehearse(skeleton: nn.Module, state: ModuleState) -> str:
@@ -60,9 +62,9 @@ def rehearse(skeleton: nn.Module, state: ModuleState) -> str:
         empty = torch.empty(0, dtype=_dtype(leaf.dtype), device="meta")
         return empty.set_(storages[leaf.storage], leaf.offset, tuple(leaf.shape), tuple(leaf.stride))
 
-    with torch.no_grad():
+    with torch.no_grad(), without_gc():
         _Restore(state, tensor, _NO_INDEX).run(skeleton)
-    return structure.digest(skeleton, devices=devices, home=_NO_INDEX)
+    return structure.survey(skeleton, devices=devices, home=_NO_INDEX).digest
 
 
 def _bad(path: str, why: str) -> NoReturn:
@@ -94,17 +96,20 @@ class _Restore:
 
     def run(self, skeleton: nn.Module) -> None:
         # Everything is found before anything is changed, since places are described on the untouched skeleton.
-        for node in self.state.nodes:
-            self.things.append(skeleton if node.place is None and not self.things else self._locate(node))
-        self.likes = {n: self._follow(r.place, r.names) for n, r in enumerate(self.state.tensors) if r.place}
-        self.wrapper_likes = {n: self._follow(r.place, r.names) for n, r in enumerate(self.state.wrappers) if r.place}
+        root, *others = self.state.nodes
+        if values.class_name(type(skeleton)) != root.cls:
+            _bad("", f"published was a {root.cls}, here is {values.class_name(type(skeleton))}")
+        self.things.append(skeleton)
+        for node in others:
+            self.things.append(self._locate(node))
+        self.likes = {n: self._follow(r.place) for n, r in enumerate(self.state.tensors) if r.place}
+        self.wrapper_likes = {n: self._follow(r.place) for n, r in enumerate(self.state.wrappers) if r.place}
         pairs = list(zip(self.state.nodes, self.things, strict=True))
         for node, thing in pairs:
             if isinstance(node, records.ModuleNode):
                 self._slots(node, thing)
         if self.home is None:
-            first = next((leaf for leaf in self.leaves if leaf is not None and leaf.is_cuda), None)
-            self.home = values.home_index(None if first is None else first.device)
+            self.home = values.home_index(None)
         for node, thing in pairs:
             if not isinstance(node, records.ModuleNode | records.ObjectNode):
                 self._contents(node, thing)
@@ -126,7 +131,7 @@ class _Restore:
             _bad(node.path, f"a {node.cls} cannot be made from data")
         return made
 
-    def _follow(self, place: Place | None, names: list[str]) -> Any:
+    def _follow(self, place: Place | None) -> Any:
         found = _NOTHING if place is None else self._step_to(place)
         return None if found is _NOTHING else found
 
@@ -174,22 +179,26 @@ class _Restore:
 
     def _slots(self, node: records.ModuleNode, module: nn.Module) -> None:
         """Parameters, buffers and children: complete, in the published order, set beneath ``register_*``."""
-        tables: Any = ((node.parameters, module._parameters), (node.buffers, module._buffers))
-        for mine, theirs in tables:
-            found = {name: None if ref is None else self._tensor(ref) for name, ref in mine.items()}
+        mine = module.__dict__
+        tables = (("_parameters", node.parameters), ("_buffers", node.buffers), ("_modules", node.children))
+        for table, refs in tables:
+            theirs = mine[table]
+            if not refs and not theirs:
+                continue
+            fill = self._child if table == "_modules" else self._tensor
+            found = {name: None if ref is None else fill(ref, node.path) for name, ref in refs.items()}
             theirs.clear()
             theirs.update(found)
-        children = {name: None if ref is None else self._child(ref, node) for name, ref in node.children.items()}
-        module._modules.clear()
-        module._modules.update(children)
-        module._non_persistent_buffers_set.clear()
-        module._non_persistent_buffers_set.update(node.transient)
-        vars(module)["training"] = node.training
+        transient = mine["_non_persistent_buffers_set"]
+        if node.transient or transient:
+            transient.clear()
+            transient.update(node.transient)
+        mine["training"] = node.training
 
-    def _child(self, ref: Value, node: records.ModuleNode) -> nn.Module:
+    def _child(self, ref: Value, path: str) -> nn.Module:
         thing = self.things[ref.index] if isinstance(ref, NodeRef) else None
         if not isinstance(thing, nn.Module):
-            _bad(node.path, "a child of this module is no module")
+            _bad(path, "a child of this module is no module")
         return thing
 
     def _attributes(self, node: records.Node, thing: Any) -> None:
@@ -233,7 +242,7 @@ class _Restore:
     def _build(self, value: Value, like: Any, path: str) -> Any:
         """What a record stands for; ``like`` is what the skeleton has in that slot."""
         if isinstance(value, LeafRef | WrapperRef):
-            return self._tensor(value)
+            return self._tensor(value, path)
         if isinstance(value, NodeRef):
             return self.things[value.index]
         if isinstance(value, Keep):
@@ -247,7 +256,7 @@ class _Restore:
         if isinstance(value, records.Partial):
             return self._partial(value, like, path)
         if isinstance(value, records.Weak):
-            return weakref.ref(self._tensor(value.target))
+            return weakref.ref(self._tensor(value.target, path))
         try:
             return values.decode(value, self.home or 0)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -273,14 +282,14 @@ class _Restore:
 
     # --- tensors
 
-    def _tensor(self, ref: Value) -> torch.Tensor:
+    def _tensor(self, ref: Value, path: str) -> torch.Tensor:
         if isinstance(ref, LeafRef):
             leaf = self.leaves[ref.index]
             return self._leaf(ref.index) if leaf is None else leaf
         if isinstance(ref, WrapperRef):
             wrapper = self.wrappers[ref.index]
             return self._wrapper(ref.index) if wrapper is None else wrapper
-        _bad("a slot of the module", "a tensor belongs there")
+        _bad(path, "one of its slots holds no tensor")
 
     def _leaf(self, index: int) -> torch.Tensor:
         record = self.state.tensors[index]
@@ -292,6 +301,8 @@ class _Restore:
                 found = found.as_subclass(self._parameter_class(record, self.likes.get(index)))
             if record.requires_grad:
                 found.requires_grad_()
+        if self.home is None and found.is_cuda:
+            self.home = found.device.index
         self.leaves[index] = found
         if record.attrs or record.kept:
             self._tensor_attributes(record, found, self.likes.get(index))
@@ -305,7 +316,7 @@ class _Restore:
 
     def _wrapper(self, index: int) -> torch.Tensor:
         record = self.state.wrappers[index]
-        inner = {name: self._tensor(ref) for name, ref in record.inner.items()}
+        inner = {name: self._tensor(ref, record.names[0]) for name, ref in record.inner.items()}
         cls = values.find_class(record.cls)
         codec = None if cls is None else codecs.codec_for(cls)
         if cls is None or codec is None or codec.name != record.codec:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from fer.weights import records, values, walk_nodes
+from fer.weights.pauses import without_gc
 from fer.weights.records import Keep, NodeRef, Place, Step, Value
 from fer.weights.tensor_walk import Tensors
 from fer.weights.walk_parts import (
@@ -60,10 +61,11 @@ def capture(module: nn.Module, skeleton: nn.Module | None = None) -> Capture:
         UnsupportedState: the module holds something that cannot be written down or put back, named by its path.
     """
     walk = _Walk()
-    walk.module(module, UNKNOWN if skeleton is None else skeleton, None, "", 0)
-    while walk.pending:
-        walk.own_attributes(walk.pending.popleft())
-    state = walk_nodes.finish(walk.made, walk.tensors)
+    with without_gc():
+        walk.module(module, UNKNOWN if skeleton is None else skeleton, None, "", 0)
+        while walk.pending:
+            walk.own_attributes(walk.pending.popleft())
+        state = walk_nodes.finish(walk.made, walk.tensors)
     walk.tensors.close()
     return Capture(state=state, tensors=walk.tensors.live, storages=walk.tensors.storages)
 

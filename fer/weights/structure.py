@@ -13,32 +13,55 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from fer.weights import codecs, values
+from fer.weights.pauses import without_gc
 
 _DEEPEST: Final = 200
 
 
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What one walk over a module finds.
+
+    Attributes:
+        digest: sha256 over everything a caller can see of the module except values and addresses of tensors.
+        leftovers: paths of tensors that are still on ``meta``, anywhere reachable.
+    """
+
+    digest: str
+    leftovers: list[str]
+
+
+def survey(
+    module: nn.Module, *, devices: Mapping[torch.UntypedStorage, str] | None = None, home: int | None = None
+) -> Survey:
+    """Digest and leftovers in one walk.
+
+    Args:
+        module: any module.
+        devices: device types to report for these storages, in place of their own.
+        home: index of the engine's own GPU, where the tensors do not tell.
+    """
+    with without_gc():
+        walk = _Walk(devices or {}, home).run(module)
+        text = "\n".join(walk.lines).encode(errors="surrogatepass")
+    return Survey(digest=hashlib.sha256(text).hexdigest(), leftovers=walk.leftovers)
+
+
 def structure_digest(module: nn.Module) -> str:
     """sha256 over everything a caller can see of the module except values and addresses of tensors."""
-    return digest(module)
-
-
-def digest(
-    module: nn.Module, *, devices: Mapping[torch.UntypedStorage, str] | None = None, home: int | None = None
-) -> str:
-    """:func:`structure_digest`, as if the storages in ``devices`` were there, and GPU ``home`` the engine's own."""
-    lines = _Survey(devices or {}, home).run(module).lines
-    return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()
+    return survey(module).digest
 
 
 def meta_leftovers(module: nn.Module) -> list[str]:
     """Paths of tensors that are still on ``meta``, anywhere reachable."""
-    return _Survey({}, None).run(module).leftovers
+    return survey(module).leftovers
 
 
 def first_difference(left: nn.Module, right: nn.Module) -> str:
@@ -46,7 +69,7 @@ def first_difference(left: nn.Module, right: nn.Module) -> str:
 
     Devices are left out, so that a module may be compared with its rehearsal.
     """
-    mine, theirs = (_Survey({}, None, devices_matter=False).run(module).lines for module in (left, right))
+    mine, theirs = (_Walk({}, None, devices_matter=False).run(module).lines for module in (left, right))
     for one, other in zip(mine, theirs, strict=False):
         if one != other:
             return f"{one} / {other}"
@@ -56,7 +79,7 @@ def first_difference(left: nn.Module, right: nn.Module) -> str:
     return f"{longer[min(len(mine), len(theirs))]} / nothing"
 
 
-class _Survey:
+class _Walk:
     """One walk over a module.
 
     Attributes:
@@ -76,7 +99,7 @@ class _Survey:
         self._storages: dict[torch.UntypedStorage, int] = {}
         self._own: list[tuple[nn.Module, str, int]] = []
 
-    def run(self, module: nn.Module) -> _Survey:
+    def run(self, module: nn.Module) -> _Walk:
         self._module(module, "", 0)
         if self._home is None:
             cuda = next((s.device for s in self._storages if s.device.type == "cuda"), None)
@@ -120,12 +143,16 @@ class _Survey:
         self._own.append((module, path, depth))
 
     def _own_attributes(self, module: nn.Module, path: str, depth: int) -> None:
-        mine = vars(module)
+        mine = module.__dict__
         prefix = f"{path}." if path else ""
         for name in sorted(mine.keys() - values.MODULE_SLOTS):
-            self._value(mine[name], prefix + name, depth + 1)
+            value = mine[name]
+            if value is None or type(value) in _SIMPLE:
+                self.lines.append(f"{prefix}{name}: {value!r}")
+            else:
+                self._value(value, prefix + name, depth + 1)
         for table in values.HOOK_TABLES:
-            if mine.get(table):
+            if mine[table]:
                 for number, hook in enumerate(mine[table].values()):
                     self._value(hook, f"{prefix}{table}[{number}]", depth + 1)
 
