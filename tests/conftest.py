@@ -21,19 +21,21 @@ _FOREIGN = ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "NOTIFY_SOCK
 def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """No setting from outside reaches a test; ``FER_HOME`` and ``FER_RUNTIME_DIR`` are its own.
 
-    Gives the runtime directory. Its path is short, since sockets live in it. Whatever was started with it and still
-    runs after the test, keepers that detached themselves included, is killed.
+    Gives the runtime directory. Its path is short, since sockets live in it. Whatever was started with one of the two
+    and still runs after the test, keepers that detached themselves included, is killed.
     """
     for name in [*os.environ]:
         if name.startswith(("FER_", "LISTEN_")) or name in _FOREIGN:
             monkeypatch.delenv(name)
     runtime = Path(tempfile.mkdtemp(prefix="fer-test-"))
-    monkeypatch.setenv("FER_HOME", str(tmp_path / "fer-home"))
+    home = str(tmp_path / "fer-home")
+    monkeypatch.setenv("FER_HOME", home)
     monkeypatch.setenv("FER_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield runtime
     kill_all_with("FER_RUNTIME_DIR", str(runtime))
+    kill_all_with("FER_HOME", home)
     shutil.rmtree(runtime, ignore_errors=True)
 
 

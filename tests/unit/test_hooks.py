@@ -40,7 +40,7 @@ def findings(name: str, text: str) -> list[str]:
         ("fer/x.py", HEAD + "torch.load(path)\n", "code-as-data"),
         ("fer/x.py", HEAD + "eval(text)\n", "code-as-data"),
         ("fer/x.py", HEAD + "run('ls', shell=True)\n", "shell"),
-        ("tests/unit/x.py", HEAD + "time.sleep(1)\n", "sleep"),
+        ("tests/unit/test_x.py", HEAD + "time.sleep(1)\n", "sleep"),
         ("docs/x.md", "see /home/someone/notes\n", "machine-path"),
         ("fer/x.py", HEAD + "# TODO: later\n", "unfinished"),
         ("fer/x.py", "import os\n", "future-annotations"),
