@@ -1,0 +1,80 @@
+"""The main job: real weights, real deaths."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fer.engines.demo_model import smollm2
+from tests.support.cli import fer
+from tests.support.processes import WAIT_S, Children, with_variable
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LIMIT_S = 500.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct, written once a run for every test and worker."""
+    base = tmp_path_factory.getbasetemp()
+    return smollm2(base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base)
+
+
+def _left_over(home: str) -> list[int]:
+    return list(with_variable("FER_HOME", home))
+
+
+def test_the_demo_recovers_the_same_tokens_twice(model: Path, tmp_path: Path) -> None:
+    page = tmp_path / "waterfall.html"
+    done = fer("demo", "--model", model, "--device", "cpu", "--html", page, "--json", limit_s=LIMIT_S)
+    assert done.code == 0, done.err
+    data = done.json
+    assert data["same_tokens"] is True
+    assert [start["path"] for start in data["starts"]] == ["loaded", "attached", "attached"]
+    assert len({start["pid"] for start in data["starts"]}) == 3
+    assert len({tuple(start["tokens"]) for start in data["starts"]}) == 1
+    assert "Paris" in data["starts"][0]["answer"]
+    for start in data["starts"]:
+        phases = start["report"]["phase_s"]
+        assert {"python", "tokenizer", "weights", "server"} <= set(phases)
+    assert data["html"] == str(page)
+    HTMLParser().feed(page.read_text("utf-8"))
+    assert _left_over(os.environ["FER_HOME"]) == []
+
+
+def test_the_text_has_table_and_page(model: Path) -> None:
+    done = fer("demo", "--model", model, "--device", "cpu", limit_s=LIMIT_S)
+    assert done.code == 0, done.err
+    for words in ("Paris", "SIGKILL to keeper", "all but weights", "same", "waterfall.html"):
+        assert words in done.out
+    assert "stage=weights path=attached" in done.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_ends_all_it_started(children: Children, model: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "fer", "demo", "--model", str(model), "--device", "cpu"]
+    demo = children.spawn(command)
+    assert demo.stdout is not None
+    seen = ""
+    while "SIGKILL to engine" not in seen:
+        assert select.select([demo.stdout], [], [], LIMIT_S)[0], seen
+        seen += (line := demo.stdout.readline())
+        assert line, seen
+    assert _left_over(os.environ["FER_HOME"])
+    demo.send_signal(number)
+    assert demo.wait(WAIT_S) == 130
+    assert _left_over(os.environ["FER_HOME"]) == []
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = fer("demo", "--model", tmp_path / "nothing", "--json")
+    assert done.code == 2
+    assert done.json["error"]["kind"] == "CheckpointError"
+    assert _left_over(os.environ["FER_HOME"]) == []
