@@ -1,7 +1,7 @@
 """An engine's side of the keeper: one connection, which is also its leases, claims and roles.
 
 Whatever the process holds ends with the connection, so nothing has to be given back by a process that dies. A keeper
-that is killed and comes back (under systemd or its minder) keeps the very same socket: a call in flight just takes longer.
+that is killed and comes back (under systemd or its minder) keeps the very same socket: a call in flight takes longer.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
+
+import msgspec
 
 from fer import paths
 from fer.errors import KeeperUnavailable, PeerRefused, ProtocolError, from_dict
@@ -161,9 +163,7 @@ class KeeperClient:
 
     def _greet(self, label: str, deadline: float) -> None:
         limit = max(deadline - time.monotonic(), 0.05)
-        welcome = self._call(
-            lambda seq: wire.Hello(seq, label=label[:4096], pid=os.getpid()), wire.Welcome, limit_s=limit
-        )
+        welcome = self._call(wire.Hello(0, label=label[:4096], pid=os.getpid()), wire.Welcome, limit_s=limit)
         self.keeper_pid, self.keeper_version = welcome.pid, welcome.version
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class KeeperClient:
 
     def find(self, key: Key) -> Found:
         """Visible editions of ``key``, and those that nearly match, for an explanation."""
-        found = self._call(lambda seq: wire.Find(seq, key=key), Found)
+        found = self._call(wire.Find(0, key=key), Found)
         self._seen = found.stamp
         return found
 
@@ -195,13 +195,11 @@ class KeeperClient:
         Raises:
             Refused: ``launches_met`` or ``group_failed``: this launch lost its part and loads without publishing.
         """
-        return self._call(
-            lambda seq: wire.TakeClaim(seq, key=key, seen=self._seen, wait_s=wait_s), Claim, wait_s=wait_s
-        )
+        return self._call(wire.TakeClaim(0, key=key, seen=self._seen, wait_s=wait_s), Claim, wait_s=wait_s)
 
     def unclaim(self) -> None:
         """Give back every claim of this connection."""
-        self._call(lambda seq: wire.Unclaim(seq), wire.Done)
+        self._call(wire.Unclaim(0), wire.Done)
 
     def lease(self, edition: str) -> Leased:
         """Take a lease and the descriptors. The lease stands until :meth:`release` or :meth:`close`.
@@ -211,7 +209,7 @@ class KeeperClient:
         """
         fds: list[Fd] = []
         try:
-            granted = self._call(lambda seq: wire.TakeLease(seq, edition=edition), wire.LeaseGranted, into=fds)
+            granted = self._call(wire.TakeLease(0, edition=edition), wire.LeaseGranted, into=fds)
             payloads = {
                 name: read_sealed(fd, wire.PAYLOAD_LIMITS[name])
                 for name, fd in zip(granted.payloads, fds, strict=False)
@@ -219,9 +217,7 @@ class KeeperClient:
             count = len(granted.payloads)
             while len(fds) - count < len(granted.slabs):
                 first = len(fds) - count
-                self._call(
-                    lambda seq, first=first: wire.GetSlabs(seq, edition=edition, first=first), wire.Slabs, into=fds
-                )
+                self._call(wire.GetSlabs(0, edition=edition, first=first), wire.Slabs, into=fds)
                 if len(fds) - count == first:
                     raise ProtocolError("the keeper gave fewer slabs than it named", code="wrong_fds")
             fdpass.close_all(fds[:count])
@@ -232,7 +228,7 @@ class KeeperClient:
 
     def release(self, edition: str) -> None:
         """Give a lease back; nothing happens where there is none."""
-        self._call(lambda seq: wire.Release(seq, edition=edition), wire.Done)
+        self._call(wire.Release(0, edition=edition), wire.Done)
 
     # --- publishing ---
 
@@ -247,7 +243,7 @@ class KeeperClient:
                 ``no_range`` (the weights range of that GPU is full).
         """
         with sealed_bytes("fer-fields", fields) as first, sealed_bytes("fer-checkpoint", checkpoint) as second:
-            return self._call(lambda seq: wire.Begin(seq, key=key, total=total), Begun, fds=[first, second])
+            return self._call(wire.Begin(0, key=key, total=total), Begun, fds=[first, second])
 
     def add_slabs(self, transaction: str, slabs: Sequence[tuple[SlabInfo, Fd]]) -> None:
         """Hand slabs to the keeper, in the order the manifest counts them. The descriptors stay the caller's.
@@ -259,7 +255,7 @@ class KeeperClient:
             part = slabs[first : first + wire.SLABS_A_FRAME]
             infos = [info for info, _ in part]
             self._call(
-                lambda seq, infos=infos: wire.AddSlabs(seq, transaction=transaction, slabs=infos),
+                wire.AddSlabs(0, transaction=transaction, slabs=infos),
                 wire.Done,
                 fds=[fd for _, fd in part],
             )
@@ -272,12 +268,12 @@ class KeeperClient:
         """
         with sealed_bytes("fer-manifest", manifest) as fd:
             return self._call(
-                lambda seq: wire.Commit(seq, transaction=transaction, wait_s=wait_s), Committed, fds=[fd], wait_s=wait_s
+                wire.Commit(0, transaction=transaction, wait_s=wait_s), Committed, fds=[fd], wait_s=wait_s
             )
 
     def abort(self, transaction: str) -> None:
         """Drop a transaction, and with it the pending group of its launch."""
-        self._call(lambda seq: wire.Abort(seq, transaction=transaction), wire.Done)
+        self._call(wire.Abort(0, transaction=transaction), wire.Done)
 
     # --- an edition's further life ---
 
@@ -288,17 +284,17 @@ class KeeperClient:
             return
         fds = [sealed_bytes(f"fer-{name}", data) for name, data in given.items()]
         try:
-            self._call(lambda seq: wire.Annotate(seq, edition=edition, names=list(given)), wire.Done, fds=fds)  # type: ignore[arg-type]
+            self._call(wire.Annotate(0, edition=edition, names=list(given)), wire.Done, fds=fds)  # type: ignore[arg-type]
         finally:
             fdpass.close_all(fds)
 
     def report_lost(self, edition: str, why: str) -> None:
         """Say that an edition's descriptors no longer import: it is dropped with its group."""
-        self._call(lambda seq: wire.ReportLost(seq, edition=edition, why=why[:4096]), wire.Done)
+        self._call(wire.ReportLost(0, edition=edition, why=why[:4096]), wire.Done)
 
     def make_room(self, gpu: str, needed: int | None) -> Room:
         """Evict unleased editions of a GPU, least recently used first, until ``needed`` bytes are freed (None: all)."""
-        return self._call(lambda seq: wire.MakeRoom(seq, gpu=gpu, needed=needed), Room)
+        return self._call(wire.MakeRoom(0, gpu=gpu, needed=needed), Room)
 
     def evict(self, edition: str | None = None, *, gpu: str | None = None) -> list[EditionInfo]:
         """Evict one edition (with its group), or every unleased one (of a GPU); those that went.
@@ -307,22 +303,21 @@ class KeeperClient:
             LeasesStand: the named edition, or another of its group, is in use.
             Refused: ``unknown_edition``.
         """
-        return self._call(lambda seq: wire.Evict(seq, edition=edition, gpu=gpu), wire.Evicted).editions
+        return self._call(wire.Evict(0, edition=edition, gpu=gpu), wire.Evicted).editions
 
     def status(self) -> Status:
         """Everything the keeper knows."""
-        return self._call(lambda seq: wire.AskStatus(seq), Status)
+        return self._call(wire.AskStatus(0), Status)
 
     # --- roles and the keeper itself ---
 
     def acquire_role(self, role: str, *, wait_s: float) -> bool:
         """Become the only holder of a role, waiting at most ``wait_s`` seconds in order of asking."""
-        call = lambda seq: wire.AcquireRole(seq, role=role, wait_s=wait_s)  # noqa: E731 - keeps the line readable
-        return self._call(call, wire.RoleAnswer, wait_s=wait_s).acquired
+        return self._call(wire.AcquireRole(0, role=role, wait_s=wait_s), wire.RoleAnswer, wait_s=wait_s).acquired
 
     def release_role(self, role: str) -> None:
         """Give a role back; nothing happens where it is not held."""
-        self._call(lambda seq: wire.ReleaseRole(seq, role=role), wire.Done)
+        self._call(wire.ReleaseRole(0, role=role), wire.Done)
 
     def stop(self, *, force: bool = False) -> None:
         """End the keeper and free what it holds.
@@ -330,13 +325,13 @@ class KeeperClient:
         Raises:
             LeasesStand: engines use editions (of other connections than this one) and ``force`` was not given.
         """
-        self._call(lambda seq: wire.Stop(seq, force=force), wire.Done)
+        self._call(wire.Stop(0, force=force), wire.Done)
 
     # --- one call ---
 
     def _call(
         self,
-        request: Callable[[int], wire.Request],
+        request: wire.Request,
         answer: type[_R],
         *,
         fds: Sequence[Fd] = (),
@@ -353,7 +348,7 @@ class KeeperClient:
             )
         with self._lock:
             self._seq += 1
-            frame = wire.encode(request(self._seq))
+            frame = wire.encode(msgspec.structs.replace(request, seq=self._seq))
             deadline = time.monotonic() + (self._timeout if limit_s is None else limit_s) + wait_s
             try:
                 self._sock.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -6,7 +6,7 @@ frame in a sealed memfd, announced by :class:`InMemory`. Decoding is strict: unk
 and values out of range are refused, and nothing on the wire is code.
 
 Every request has a number, larger than the one before on its connection; its reply repeats it. A keeper that was
-killed between answering and forgetting a request answers again after its return: clients drop replies with an old number.
+killed between answering and forgetting a request answers again after its return: clients drop replies of old numbers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ SLABS_A_FRAME = 240
 """Descriptors of slabs in one message, which leaves room for payloads beside them."""
 WAIT_LIMIT_S = 7 * 24 * 3600.0
 
-Number = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=1, le=1 << 16)]
 Seconds = Annotated[float, Meta(ge=0, le=WAIT_LIMIT_S)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
+Blob = bytes  # for classes with a field called bytes
 Kind = Literal["host", "cuda", "cuda-ipc"]
 
 
@@ -63,7 +64,7 @@ class SlabInfo(_Plain, frozen=True):
     """One slab: what its descriptor is, its bytes, and the address it was recorded at (0 for host memory)."""
 
     kind: Kind
-    size: Annotated[int, Meta(ge=1, lt=1 << 63)]
+    size: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
     address: Number = 0
 
 
@@ -108,7 +109,7 @@ class EditionInfo(_Plain, frozen=True):
     used: float
     digests: bool
     holders: list[Holder]
-    fields: bytes = b""
+    fields: Blob = b""
 
 
 class Pending(_Plain, frozen=True):
@@ -303,7 +304,7 @@ class Done(Reply, frozen=True, tag="done"):
 
 
 class Failed(Reply, frozen=True, tag="failed", kw_only=True):
-    """An error as :meth:`fer.errors.FerError.to_dict` gives it; the keeper closes after one that breaks the protocol."""
+    """An error as :meth:`fer.errors.FerError.to_dict` gives it; after a ProtocolError the keeper closes."""
 
     error: dict[str, Any]
 

@@ -1,0 +1,40 @@
+"""What keeper and minder do to their own process."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import fer
+
+
+def raise_limits() -> None:
+    """As many open files as the kernel lets this user have: each slab is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def environment() -> dict[str, str]:
+    """The environment for our own processes: they find this very package, wherever they are started."""
+    root = str(Path(fer.__file__).parents[1])
+    inherited = os.environ.get("PYTHONPATH", "")
+    parts = [part for part in inherited.split(os.pathsep) if part and part != root]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *parts])}
+
+
+def detach(log: Path) -> bool:
+    """Leave the terminal, the session and the parent; output goes to ``log``. True in the process that goes on."""
+    if os.fork():
+        return False
+    os.setsid()
+    if os.fork():  # not a session leader, so no terminal can become ours
+        os._exit(0)
+    os.chdir("/")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    return True

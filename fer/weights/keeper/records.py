@@ -1,0 +1,153 @@
+"""What the keeper knows, as plain data that one journal entry holds whole.
+
+Descriptors are not in it: they lie on the :class:`~fer.weights.keeper.shelf.Shelf` under the names made here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+from msgspec import Struct, field
+
+from fer.weights.wire import Event, Key, SlabInfo
+
+PAYLOADS = ("manifest", "checkpoint", "fields", "digests")
+"""What an edition has beside its slabs, one sealed memfd each; digests may be missing."""
+
+
+def new_id(kind: str) -> str:
+    """A fresh name, ``c...`` for connections, ``e...`` for editions, ``p...`` for payloads.
+
+    Never used again, so that a descriptor left in the fd store by a keeper that was killed is not taken for another.
+    """
+    return kind + secrets.token_hex(5)
+
+
+def slab_name(edition: str, number: int) -> str:
+    """The shelf's name of a slab."""
+    return f"{edition}.{number}"
+
+
+class Edition(Struct):
+    """A visible edition.
+
+    ``batch`` is shared by the editions of one launch: they came together and go together. ``published`` and ``order``
+    count publications and uses; ``leases`` are ids of peers; ``payloads`` are shelf names by payload.
+    """
+
+    id: str
+    key: Key
+    slabs: list[SlabInfo]
+    payloads: dict[str, str]
+    offset: int
+    total: int
+    checkpoint: bytes  # digest of the payload of that name
+    batch: str
+    created: float
+    published: int
+    used: float
+    order: int
+    leases: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its slabs."""
+        return sum(slab.size for slab in self.slabs)
+
+    def names(self) -> Iterator[str]:
+        """Shelf names of all its descriptors."""
+        yield from names_of(self.id, self.payloads, len(self.slabs))
+
+
+class Transaction(Struct):
+    """An edition in the making; its id becomes the edition's."""
+
+    id: str
+    peer: str
+    key: Key
+    total: int
+    offset: int
+    checkpoint: bytes
+    slabs: list[SlabInfo] = field(default_factory=list)
+    payloads: dict[str, str] = field(default_factory=dict)
+    committed: bool = False
+
+    def names(self) -> Iterator[str]:
+        """Shelf names of all its descriptors."""
+        yield from names_of(self.id, self.payloads, len(self.slabs))
+
+
+def names_of(edition: str, payloads: dict[str, str], slabs: int) -> Iterator[str]:
+    """Shelf names of an edition's descriptors."""
+    yield from payloads.values()
+    for number in range(slabs):
+        yield slab_name(edition, number)
+
+
+class Failure(Struct):
+    """Why a transaction came to nothing: the code and words of the refusal its owner still has to hear."""
+
+    code: str
+    why: str
+
+
+class Wait(Struct):
+    """A request that waits: its number, until when (monotonic seconds, alike in every process), in which order."""
+
+    seq: int
+    until: float
+    order: int
+    claim: Key | None = None
+
+
+class Peer(Struct):
+    """A connected process that said hello. ``done`` is the answer to its last request, in case it is asked again."""
+
+    id: str
+    pid: int
+    uid: int
+    label: str
+    done_seq: int = 0
+    done: bytes = b""
+    wait: Wait | None = None
+    failed: dict[str, Failure] = field(default_factory=dict)
+
+
+class Claimed(Struct):
+    """Who loads what."""
+
+    key: Key
+    peer: str
+
+
+class Launch(Struct):
+    """A launch that claimed or published in a group. ``order`` is its age; ``doom`` ends its publishing for good."""
+
+    group: str
+    name: str
+    local_size: int
+    order: int
+    peers: list[str] = field(default_factory=list)
+    doom: Failure | None = None
+
+
+class State(Struct):
+    """Everything."""
+
+    started: float
+    restarts: int = 0
+    counter: int = 0
+    publications: int = 0
+    peers: dict[str, Peer] = field(default_factory=dict)
+    editions: dict[str, Edition] = field(default_factory=dict)
+    transactions: dict[str, Transaction] = field(default_factory=dict)
+    claims: list[Claimed] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    roles: dict[str, str] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    def tick(self) -> int:
+        """The next number of the keeper's own order of things."""
+        self.counter += 1
+        return self.counter

@@ -1,0 +1,97 @@
+"""The keeper's lock and its listening socket in a runtime directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+
+from fer import paths
+from fer.errors import KeeperError, PeerRefused
+from fer.memory import fdpass
+from fer.memory.fd import Fd
+
+LOCK = "keeper.lock"
+BACKLOG = 512
+
+
+def default_dir() -> Path:
+    """Where a keeper goes by default: the first place whose parent exists."""
+    places = paths.runtime_dirs()
+    return next((place for place in places if place.parent.is_dir()), places[-1])
+
+
+def lock(directory: Path) -> Fd:
+    """Become the directory's only keeper. The lock belongs to the open file, so it survives us in the fd store.
+
+    Raises:
+        KeeperError: another keeper has it.
+        PeerRefused: the lock file is not our own.
+    """
+    path = directory / LOCK
+    try:
+        fd = Fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    except OSError as error:
+        raise PeerRefused(f"{path} cannot be opened", why=error.strerror or "", fix=f"Remove {path}.") from error
+    try:
+        fcntl.flock(fd.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(fd.fileno(), 32, 0).decode("ascii", "replace").strip()
+        fd.close()
+        raise KeeperError(
+            f"a keeper already runs in {directory}", why=f"process {pid or 'unknown'}", fix="Use that one, or stop it."
+        ) from None
+    return fd
+
+
+def sign(fd: Fd) -> None:
+    """Write our pid into the lock file, for people and for the message above."""
+    os.ftruncate(fd.fileno(), 0)
+    os.pwrite(fd.fileno(), f"{os.getpid()}\n".encode(), 0)
+
+
+def listen(directory: Path, *, others: bool) -> socket.socket:
+    """Bind and listen. To be called with the lock held: the socket of a dead keeper is then nobody's and is removed.
+
+    Args:
+        others: let other users reach the socket; who they are is checked when they connect.
+
+    Raises:
+        PeerRefused: something that is no socket of ours stands in the way.
+    """
+    path = directory / paths.SOCKET
+    _remove_stale(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        before = os.umask(0o111 if others else 0o177)
+        try:
+            fdpass.bind(sock, path)
+        finally:
+            os.umask(before)
+        os.chmod(directory, 0o711 if others else 0o700)
+        sock.listen(BACKLOG)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def remove(directory: Path) -> None:
+    """Remove the socket of this keeper, which holds the lock and ends."""
+    try:
+        os.unlink(directory / paths.SOCKET)
+    except FileNotFoundError:
+        pass
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        facts = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(facts.st_mode) or facts.st_uid != os.getuid():
+        kind = "a symbolic link" if stat.S_ISLNK(facts.st_mode) else "no socket of this user"
+        raise PeerRefused(f"{path} is {kind}", why="a keeper's socket goes there", fix=f"Remove {path}.")
+    os.unlink(path)
