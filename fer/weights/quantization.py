@@ -92,23 +92,17 @@ def _quantizations(config: Mapping[str, Any]) -> Any:
             yield from _quantizations(value)
 
 
+_PLAIN_EXPERTS = {"bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "fp8", "float8_e4m3fn"}
+
+
 def _packed_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    parts = [
-        config,
-        *(value for value in config.values() if isinstance(value, Mapping)),
-    ]
+    parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
     found = next((part["expert_dtype"] for part in parts if part.get("expert_dtype")), None)
-    plain = {
-        "bfloat16",
-        "float16",
-        "float32",
-        "bf16",
-        "fp16",
-        "fp32",
-        "fp8",
-        "float8_e4m3fn",
-    }
-    return {} if found is None or str(found).removeprefix("torch.") in plain else {"expert_dtype": str(found)}
+    return {} if _is_plain(found) else {"expert_dtype": str(found)}
+
+
+def _is_plain(expert_dtype: Any) -> bool:
+    return not expert_dtype or str(expert_dtype).removeprefix("torch.") in _PLAIN_EXPERTS
 
 
 def _unquantized(config: Mapping[str, Any]) -> tuple[str, str]:
@@ -130,7 +124,6 @@ _BLOCK_FP8_KEYS = {
     "weight_block_size",
     "modules_to_not_convert",
     "ignored_layers",
-    "dequantize",
     "scale_fmt",
     "expert_dtype",
 }
@@ -146,7 +139,7 @@ def _block_fp8(config: Mapping[str, Any]) -> tuple[str, str]:
             f"fp8 (weight_block_size {block!r})",
             "two sizes greater than zero are expected",
         )
-    if config.get("expert_dtype"):
+    if not _is_plain(config.get("expert_dtype")):
         return (
             f"fp8 with {config['expert_dtype']} experts",
             "its experts are packed in another format",

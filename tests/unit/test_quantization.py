@@ -49,6 +49,8 @@ def test_a_configuration_of_a_nested_part_counts() -> None:
         ({**BLOCK, "fmt": "e5m2"}, "fp8 (e5m2)"),
         ({**BLOCK, "weight_block_size": [128]}, "weight_block_size [128]"),
         ({**BLOCK, "weight_block_size": [0, 128]}, "weight_block_size [0, 128]"),
+        ({**BLOCK, "dequantize": True}, "with dequantize"),
+        ({**BLOCK, "expert_dtype": "fp4"}, "fp4 experts"),
         ({**BLOCK, "kv_cache_scheme": "fp8"}, "kv_cache_scheme"),
         ({"quant_method": "awq", "bits": 4}, "awq (4-bit)"),
         ({"quant_method": "gptq", "bits": 4}, "gptq (4-bit)"),
@@ -70,6 +72,14 @@ def test_everything_else_is_refused_by_name(config: dict[str, Any], name: str) -
     assert name in caught.value.fields["method"]
     assert name in str(caught.value)
     assert "block-wise FP8" in caught.value.fix
+
+
+def test_what_transformers_writes_for_block_wise_fp8_passes() -> None:
+    transformers = pytest.importorskip("transformers")
+    assert guard({"quantization_config": transformers.FineGrainedFP8Config().to_dict()}) == "fp8"
+    for changes in ({"expert_dtype": "fp4"}, {"dequantize": True}, {"weight_block_size": None}):
+        with pytest.raises(UnsupportedQuantization):
+            guard({"quantization_config": {**transformers.FineGrainedFP8Config().to_dict(), **changes}})
 
 
 def test_compressed_tensors_under_its_old_key() -> None:
