@@ -13,11 +13,9 @@ about, since any program of the machine may have set them. An empty variable cou
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import re
-import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -299,6 +297,8 @@ def _read_file(environ: Mapping[str, str]) -> tuple[Path | None, dict[str, dict[
     path = config_path(environ)
     if path is None:
         return None, {}
+    import tomllib  # only here: a keeper without a settings file starts faster
+
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -332,5 +332,7 @@ def _refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> No
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
+    import difflib  # needed only to word an error
+
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]}?" if near else ""
