@@ -30,10 +30,12 @@ OTHER_VARIABLES = {
     "FER_CONFIG": "settings file to read in place of ./fer.toml and the user's own",
     "FER_TORCH_INDEX": "package index the install script takes torch from",
     "FER_PYTHON": "interpreter the scripts use",
+    "FER_FAULT": "fault injected into a keeper, for tests only",
 }
 """``FER_*`` variables that are no setting of a class here, with what they are for."""
 
-_FOREIGN = re.compile(r"FER_(PORT|SERVICE_)")  # Kubernetes makes these for a Service named fer
+# Kubernetes makes the first two kinds for a Service named fer; the last are read by the test suite.
+_FOREIGN = re.compile(r"FER_(PORT|SERVICE_|TEST_)")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE | re.ASCII)
 _FACTOR = {
     "": 1,
