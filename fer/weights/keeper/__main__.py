@@ -5,14 +5,31 @@ Exit codes: 0 stopped, 2 bad arguments, 3 it cannot be the keeper of that direct
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, and become what was asked for."""
+def main(arguments: list[str]) -> int:
+    """Become what was asked for; the exit code."""
+    if arguments[:2] == ["--serve", "--runtime-dir"]:  # by a minder
+        from fer.weights.keeper.boot import serve
+
+        return serve(Path(arguments[2]), "minder")
+    if arguments[:2] == ["--adopt", "--runtime-dir"]:  # by a keeper that has lost its minder
+        from fer.weights.keeper import minder
+
+        return minder.adopt(Path(arguments[2]))
+    return _start(_parse(arguments))
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    import argparse  # no restart waits for it
+
     parser = argparse.ArgumentParser(prog="python -m fer.weights.keeper", description="Holds weights for FER engines.")
     parser.add_argument("--runtime-dir", type=Path, help="folder of the socket (by default $XDG_RUNTIME_DIR/fer)")
     parser.add_argument(
@@ -22,19 +39,15 @@ def main(arguments: list[str] | None = None) -> int:
         help="who keeps the descriptors when the keeper is killed; auto: systemd where it says that it does",
     )
     parser.add_argument("--detach", action="store_true", help="go to the background, log to keeper.log")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)  # by a minder
-    parser.add_argument("--adopt", action="store_true", help=argparse.SUPPRESS)  # by a keeper without one
-    given = parser.parse_args(arguments)
-    directory = given.runtime_dir
-    if directory is None:
+    return parser.parse_args(arguments)
+
+
+def _start(given: argparse.Namespace) -> int:
+    if given.runtime_dir is None:
         from fer.weights.keeper.sockets import default_dir
 
-        directory = default_dir()
-    directory = directory.expanduser().absolute()
-    if given.adopt:
-        from fer.weights.keeper import minder
-
-        return minder.adopt(directory)
+        given.runtime_dir = default_dir()
+    directory: Path = given.runtime_dir.expanduser().absolute()
     if given.detach:
         from fer import paths
         from fer.errors import FerError
@@ -42,19 +55,19 @@ def main(arguments: list[str] | None = None) -> int:
 
         try:
             paths.ensure_private(directory)
+            if not detach(directory / "keeper.log"):
+                return 0
         except (FerError, OSError) as error:
             print(error, file=sys.stderr)
             return 3
-        if not detach(directory / "keeper.log"):
-            return 0
-    if given.serve or given.store == "systemd" or (given.store == "auto" and os.environ.get("FDSTORE", "0") != "0"):
+    if given.store == "systemd" or (given.store == "auto" and os.environ.get("FDSTORE", "0") != "0"):
         from fer.weights.keeper.boot import serve
 
-        return serve(directory, "minder" if given.serve else "systemd")
+        return serve(directory, "systemd")
     from fer.weights.keeper import minder
 
     return minder.mind(directory)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

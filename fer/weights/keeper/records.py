@@ -5,7 +5,7 @@ Descriptors are not in it: they lie on the :class:`~fer.weights.keeper.shelf.She
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Iterator
 
 from msgspec import Struct, field
@@ -21,7 +21,7 @@ def new_id(kind: str) -> str:
 
     Never used again, so that a descriptor left in the fd store by a keeper that was killed is not taken for another.
     """
-    return kind + secrets.token_hex(5)
+    return kind + os.urandom(5).hex()
 
 
 def slab_name(edition: str, number: int) -> str:

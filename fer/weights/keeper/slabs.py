@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import stat
 
@@ -72,4 +71,6 @@ def checked_payload(name: str, fd: Fd, limit: int | None = None) -> bytes:
 
 def checksum(content: bytes) -> bytes:
     """What stands for a payload's content in comparisons."""
+    import hashlib  # loads OpenSSL, which a start need not wait for
+
     return hashlib.sha256(content).digest()
