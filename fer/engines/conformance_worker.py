@@ -67,14 +67,14 @@ def _start(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
     stage = report.stages["weights"]
     outputs = {name: digest(tensor) for name, tensor in find(job["probe"])(engine).items()} if job["probe"] else {}
     snapshot = Snapshot(module)
-    again = engine.identity()
+    first, again = engine.identity(), engine.identity()
+    fresh: EngineIdentity = find(job["make"])(**job["arguments"]).identity()
     result = {
         "path": stage.path,
         "why": stage.why,
         "details": {key: str(value) for key, value in stage.details.items()},
-        "identity": plain(engine.identity()),
-        "identity_again": plain(again),
-        "launch_stable": engine.identity().ranks.launch == again.ranks.launch,
+        "identity": plain(first),
+        "identity_stable": first == again and plain(fresh) == plain(first),
         "places": snapshot.to_json(),
         "on_meta": snapshot.on_meta(),
         "outputs": outputs,

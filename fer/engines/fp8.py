@@ -81,7 +81,7 @@ def dequantize_mm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bl
 
 
 def quantize_rows(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ``x``, shape ``(M, K)``, as FP8 with one float32 factor for each ``width`` columns: ``(M, K / width)``."""
+    """Rows of ``x``, shape ``(M, K)``, as FP8, with float32 factors ``(M, K / width)``: one for ``width`` columns."""
     groups = x.float().unflatten(-1, (-1, width))
     factors = (groups.abs().amax(dim=-1) / FP8_MAX).clamp(min=1e-12)
     return (groups / factors.unsqueeze(-1)).to(FP8).flatten(-2), factors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,4 +84,12 @@ def _write(folder: Path, kind: Any, config: Any, seed: int, dtype: str) -> Path:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.02)
         model.save_pretrained(folder)
+    return folder
+
+
+def with_config(source: Path, folder: Path, **fields: Any) -> Path:
+    """``source`` with fields of its ``config.json`` replaced."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
     return folder
