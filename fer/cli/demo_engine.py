@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    log_to_stderr()
+    log_to_stderr("warning")  # the demo shows the path taken itself
     try:
         message = _run(_arguments())
     except FerError as error:

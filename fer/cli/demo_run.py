@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fer.cli.output import emit, err, escape, size
+from fer.cli.output import emit, err, escape, out, size
 from fer.errors import FerError, IntegrityError, WaitTimeout, from_dict
 from fer.report import Report, comparison_table
 
@@ -207,10 +207,11 @@ def run(model: Path | None, *, device: str, question: str, html: Path | None, ho
     from fer import paths
 
     home = home or paths.home()
-    console = err() if as_json else Console(highlight=False)
+    console = err() if as_json else out()
     if model is None:
-        console.print("Model: SmolLM2-135M-Instruct (written once, which takes half a minute)")
-        model = _demonstration_model(home)
+        with console.status("writing the demonstration model (once)"):
+            model = _demonstration_model(home)
+        console.print("Model: SmolLM2-135M-Instruct")
     else:
         console.print(f"Model: {escape(str(model))}")
     page = html or home / "demo" / "waterfall.html"
@@ -274,11 +275,11 @@ def _demonstration_model(home: Path) -> Path:
         from fer.engines.demo_model import smollm2
         print(smollm2(Path(sys.argv[1])))
     """
-    done = subprocess.run([sys.executable, "-c", program, str(home)], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program, str(home)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise FerError(
             "the demonstration model could not be written",
-            why="the message is above",
+            why=done.stderr.strip().rpartition("\n")[2],
             fix="Install what it needs with scripts/install, or give --model a Hugging Face folder",
         )
     return Path(done.stdout.splitlines()[-1])

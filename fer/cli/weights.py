@@ -187,7 +187,8 @@ def plain(thing: Any) -> Any:
     import msgspec
 
     if isinstance(thing, msgspec.Struct):
-        return {name: plain(getattr(thing, name)) for name in thing.__struct_fields__}
+        # A reply's number belongs to the connection, not to its meaning.
+        return {name: plain(getattr(thing, name)) for name in thing.__struct_fields__ if name != "seq"}
     if hasattr(thing, "__dataclass_fields__"):
         return {name: plain(getattr(thing, name)) for name in thing.__dataclass_fields__}
     if isinstance(thing, dict):

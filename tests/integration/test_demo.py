@@ -54,7 +54,6 @@ def test_the_text_has_table_and_page(model: Path) -> None:
     assert done.code == 0, done.err
     for words in ("Paris", "SIGKILL to keeper", "all but weights", "same", "waterfall.html"):
         assert words in done.out
-    assert "stage=weights path=attached" in done.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
