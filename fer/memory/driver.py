@@ -76,7 +76,7 @@ def call(name: str, *arguments: Any) -> Any:
         result = function(*arguments)
     except RuntimeError as error:  # how the bindings say that libcuda, or one function of it, is not there
         raise DriverError(
-            f"{name} cannot be called", why=str(error), fix="Install a NVIDIA driver.", call=name, code=-1
+            f"{name} cannot be called", why=str(error).rstrip("."), fix="Install a NVIDIA driver.", call=name, code=-1
         ) from error
     return check(name, result)
 

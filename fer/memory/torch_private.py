@@ -115,10 +115,16 @@ def tensor_over(
     Raises:
         FerBug: the tensor would reach past its storage (torch would silently try to grow it).
     """
-    reach = 0 if 0 in shape else offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+    reach = offset + 1
+    for count, step in zip(shape, stride, strict=True):
+        if count == 0:
+            reach = 0
+            break
+        reach += (count - 1) * step
     if reach * dtype.itemsize > storage.nbytes():
         raise FerBug(f"a tensor of {reach * dtype.itemsize} bytes over a storage of {storage.nbytes()}")
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload, no-any-return]
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload, no-any-return]
 
 
 class WeakStorage:
