@@ -94,7 +94,11 @@ def test_sources_and_bound_values_are_part_of_the_identity(tmp_path: Path) -> No
 
 def test_sources_of_bound_callables_are_followed() -> None:
     def wrap(inner: Any) -> Any:
-        return lambda: inner()
+        def outer() -> nn.Module:
+            module: nn.Module = inner()
+            return module
+
+        return outer
 
     engine = ModuleEngine(wrap(functools.partial(cases.build_awkward, 8)), load)
     assert Path(cases.__file__).resolve() in engine.identity().sources
