@@ -22,15 +22,18 @@ class Store:
     Attributes:
         state: what the journal saves.
         condemned: shelf names of descriptors that nothing refers to any more, to be closed after the next save.
+        noted: an event was noted since the last save.
     """
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.condemned: list[str] = []
+        self.noted = False
 
     def note(self, kind: str, text: str) -> None:
         """Remember and log an event."""
         log.info("%s: %s", kind, text)
+        self.noted = True
         self.state.events.append(Event(at=time.time(), kind=kind, text=text))
         del self.state.events[:-EVENTS]
 

@@ -21,8 +21,8 @@ from fer.memory.fd import Fd
 from fer.weights.keeper.notify import FIRST_INHERITED
 from fer.weights.keeper.process import environment, raise_limits
 
-LIVED_S = 2.0
-"""Seconds after which a keeper counts as having worked; one that dies sooner is started again after a pause."""
+DEATHS, DEATHS_S = 16, 10.0
+"""So many deaths in so many seconds are followed by a start at once; after more there is a pause, longer each time."""
 LONGEST_PAUSE_S = 5.0
 STOP_S = 10.0
 """Seconds a keeper has to stop after SIGTERM."""
@@ -40,7 +40,7 @@ class Minder:
         self._ready = False
         self._stopping = False
         self._started = 0.0
-        self._quick_deaths = 0
+        self._deaths: list[float] = []
         self._start_at: float | None = None
         self._kill_at: float | None = None
         self._signals, self._wakeup = socket.socketpair()
@@ -117,11 +117,13 @@ class Minder:
             return 0
         if not self._ready or "journal" not in self.store:
             return code or 1
-        lived = time.monotonic() - self._started
-        self._quick_deaths = self._quick_deaths + 1 if lived < LIVED_S else 0
-        pause = min(0.05 * 2**self._quick_deaths, LONGEST_PAUSE_S) if self._quick_deaths > 1 else 0.0
+        now = time.monotonic()
+        lived = now - self._started
+        self._deaths = [at for at in self._deaths if at > now - DEATHS_S] + [now]
+        excess = len(self._deaths) - DEATHS
+        pause = min(0.1 * 2**excess, LONGEST_PAUSE_S) if excess > 0 else 0.0
         _say(f"the keeper died after {lived:.1f} s; its {len(self.store)} descriptors are safe, it starts again")
-        self._start_at = time.monotonic() + pause
+        self._start_at = now + pause
         return None
 
     def _reap(self) -> int:

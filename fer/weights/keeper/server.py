@@ -136,6 +136,8 @@ class Server:
             self._bury()
         self._expire()
         self._bury()
+        if self.store.noted:
+            self._save("note")
 
     def _timeout(self) -> float:
         times = [c.deadline for c in self.connections.values() if c.deadline is not None]
@@ -359,6 +361,7 @@ class Server:
         except OSError as error:
             self.protection.lost(f"the fd store failed: {error.strerror or error}")
         self.faults.at("stored", name)
+        self.store.noted = False
         self.journal.write(msgspec.msgpack.encode(self.store.state))
         self.faults.at("journalled", name)
         condemned, self.store.condemned = self.store.condemned, []

@@ -107,7 +107,7 @@ def _run_unit(directory: Path) -> bool:
     try:
         # With Type=notify it returns when the keeper has said READY=1. A unit that exists already is another
         # caller's keeper on its way: the caller then waits for that one.
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_UNIT_S)
+        done = _run(command, _UNIT_S)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0 or "already" in done.stderr
@@ -116,13 +116,23 @@ def _run_unit(directory: Path) -> bool:
 def _run_detached(directory: Path, timeout: float) -> None:
     command = [sys.executable, "-P", "-m", "fer.weights.keeper", "--detach", "--runtime-dir", str(directory)]
     try:
-        done = subprocess.run(
-            command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
-        )
+        done = _run(command, timeout)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KeeperUnavailable("the keeper did not start", why=str(error)) from error
     if done.returncode:
         raise KeeperUnavailable("the keeper did not start", why=done.stderr.strip())
+
+
+def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        check=False,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def _started(how: Literal["running", "systemd-run", "detached"], directory: Path) -> Started:
