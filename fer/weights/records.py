@@ -205,7 +205,6 @@ class Wrapper(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, 
     shape: list[int]
     stride: list[int]
     requires_grad: bool
-    parameter: bool
     names: list[str]
     attrs: dict[str, Value] = {}
     kept: list[str] = []

@@ -317,20 +317,16 @@ class _Restore:
     def _wrapper(self, index: int) -> torch.Tensor:
         record = self.state.wrappers[index]
         inner = {name: self._tensor(ref, record.names[0]) for name, ref in record.inner.items()}
-        cls = values.find_class(record.cls)
-        codec = None if cls is None else codecs.codec_for(cls)
-        if cls is None or codec is None or codec.name != record.codec:
-            _bad(record.names[0], f"there is no codec {record.codec} for {record.cls}")
-        outer = {"shape": tuple(record.shape), "stride": tuple(record.stride)}
+        shape, stride = tuple(record.shape), tuple(record.stride)
         like = self.wrapper_likes.get(index)
         try:
-            found = codec.unflatten(cls, inner, record.meta, like, self.home or 0, **outer)
+            cls, codec = codecs.find(record.cls, record.codec)
+            found = codec.unflatten(cls, inner, record.meta, like, self.home or 0, shape=shape, stride=stride)
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             _bad(record.names[0], str(error))
-        if record.parameter:
-            found = nn.Parameter(found, record.requires_grad)
-        elif record.requires_grad:
-            found.requires_grad_()
+        # nn.Parameter marks a subclass by an attribute, which is recorded like any other; wrapping it again would
+        # replace its inner tensors.
+        found.requires_grad_(record.requires_grad)
         self.wrappers[index] = found
         if record.attrs or record.kept:
             self._tensor_attributes(record, found, like)

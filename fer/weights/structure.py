@@ -152,7 +152,7 @@ class _Walk:
             else:
                 self._value(value, prefix + name, depth + 1)
         for table in values.HOOK_TABLES:
-            if mine[table]:
+            if mine.get(table):
                 for number, hook in enumerate(mine[table].values()):
                     self._value(hook, f"{prefix}{table}[{number}]", depth + 1)
 

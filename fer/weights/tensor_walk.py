@@ -107,7 +107,6 @@ class Tensors:
             "shape": list(live.shape),
             "stride": list(live.stride()),
             "requires_grad": live.requires_grad,
-            "parameter": isinstance(live, nn.Parameter),
             "names": names,
             "place": None if base is NOTHING else Place(slot.node.index, list(slot.steps)),
         }

@@ -17,8 +17,9 @@ from torch import nn
 from fer.weights import records
 from fer.weights.records import Value
 
-MODULE_SLOTS: Final = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-"""Attributes every nn.Module has; the others are the module's own."""
+MODULE_SLOTS: Final = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "extra_repr"}
+"""Attributes that are not the module's own: those every nn.Module has, and ``extra_repr``, which torchao replaces on
+the instance while it quantises and which only ``repr()`` calls."""
 
 HOOK_TABLES: Final = tuple(sorted(name for name in vars(nn.Module()) if name.endswith("_hooks")))
 """Names of the dicts in which a module keeps its hooks."""
@@ -86,14 +87,6 @@ BARE: Final = frozenset(
 )
 """Containers that hold nothing beside their items; subclasses of these may have attributes as well."""
 
-_T = TypeVar("_T")
-
-
-def _once(function: Callable[[type], _T]) -> Callable[[type], _T]:
-    """Ask once a class."""
-    return functools.cache(function)
-
-
 _NEVER: Final = (
     type,
     types.ModuleType,
@@ -113,6 +106,15 @@ _NEVER: Final = (
 )
 
 
+_T = TypeVar("_T")
+
+
+def _once(function: Callable[[type], _T]) -> Callable[[type], _T]:
+    """Ask once a class."""
+    return functools.cache(function)
+
+
+@_once
 def class_name(cls: type) -> str:
     """``module:qualname``."""
     return f"{cls.__module__}:{cls.__qualname__}"
