@@ -141,7 +141,8 @@ def arena_index(pci_bus: str, devices: Path = _SYSFS) -> int:
     NVML and the driver number only what the container may use.
     """
     own = canonical_bus(pci_bus)
-    for buses in (_sysfs_buses(devices), _nvml_buses(), _driver_buses()):
+    for find in (lambda: _sysfs_buses(devices), _nvml_buses, _driver_buses):
+        buses = find()
         if own in buses:
             return sorted(buses).index(own) % arena.DEVICES
     return 0

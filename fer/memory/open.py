@@ -11,7 +11,7 @@ from fer.memory.host import HostBackend
 _host = HostBackend()
 
 
-def open_backend(device: str, *, transport: str = "auto") -> Backend:
+def open_backend(device: str, transport: str = "auto") -> Backend:
     """The backend of ``"cpu"``, ``"cuda"`` (torch's current device) or ``"cuda:N"``; the same one for each device.
 
     Opening a CUDA device makes its context, if none exists, and reserves the arena's weights range.
