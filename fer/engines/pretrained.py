@@ -103,6 +103,8 @@ def load(recipe: Recipe) -> nn.Module:
         **_attention(recipe),
         **where,
     )
+    if recipe.world > 1:
+        _compact(model)
     # Left over from loading: how to rename weights back when saving. Its compiled patterns exist on no skeleton, and
     # without it save_pretrained falls back to the class's own table.
     if hasattr(model, "_weight_conversions"):
@@ -189,6 +191,15 @@ def _plain_buffers(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer)
+
+
+def _compact(model: nn.Module) -> None:
+    """Give every shard memory of its own: on a CPU loading leaves it as a view into the whole tensor."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if local.untyped_storage().nbytes() > local.numel() * local.element_size():
+                local.data = local.clone()
 
 
 def _generation(model: Any, recipe: Recipe) -> None:
