@@ -15,7 +15,6 @@ from fer.memory.base import Backend
 from fer.memory.base import Mapping as SlabMapping
 from fer.memory.fd import Fd
 from fer.weights import integrity, manifest, module_state
-from fer.weights.mutable import matches
 from fer.weights.storages import bytes_of, private_copy
 from fer.weights.wire import SlabInfo
 
@@ -133,7 +132,7 @@ def bind(
     copied: list[str] = []
     storages: dict[int, torch.UntypedStorage] = {}
     mutable_storages = {
-        leaf.storage for leaf in record.state.tensors if mutable and matches(leaf.names, mutable)
+        leaf.storage for leaf in record.state.tensors if mutable and module_state.matches(leaf.names, mutable)
     }
 
     def storage(index: int) -> torch.UntypedStorage:

@@ -22,7 +22,6 @@ from fer.memory import torch_private
 from fer.memory.base import Backend
 from fer.memory.base import Mapping as SlabMapping
 from fer.weights import integrity, layout, manifest, module_state
-from fer.weights.mutable import matches
 from fer.weights.storages import bytes_of, private_copy
 
 log = logging.getLogger("fer")
@@ -179,7 +178,7 @@ def _fill(capture: module_state.Capture, slab: layout.SlabPlan, mapping: SlabMap
     with torch.no_grad():
         for index, offset in slab.placed:
             live = capture.storages[index]
-            source, live.storage = live.storage, None
+            source = live.take()
             target = backend.storage(mapping, offset, live.nbytes)
             bytes_of(target).copy_(bytes_of(source), non_blocking=True)
             for number in live.tensors:
@@ -241,7 +240,7 @@ def give_private_copies(prepared: Prepared, patterns: Sequence[str]) -> list[str
     """
     copied: list[str] = []
     for live in prepared.capture.storages:
-        if not live.nbytes or not matches(live.names, patterns):
+        if not live.nbytes or not module_state.matches(live.names, patterns):
             continue
         tensors = [prepared.capture.tensors[number] for number in live.tensors]
         private = private_copy(tensors[0].untyped_storage())

@@ -65,9 +65,15 @@ class Tensors:
         return self._leaf(live, base, slot)
 
     def close(self) -> None:
-        """Give every storage the names of its tensors, all of which are known by now."""
+        """Give every storage the names of its tensors, all of which are known by now, and let go of the storages.
+
+        The walk is part of a reference cycle and would keep them alive until some later collection, which publish
+        would take for a second user.
+        """
         for record in self.records:
             self.storages[record["storage"]].names.extend(record["names"])
+        self._by_storage.clear()
+        self._seen.clear()
 
     def _leaf(self, live: torch.Tensor, base: Any, slot: Slot) -> LeafRef:
         ref, names = LeafRef(len(self.records)), [slot.path]
