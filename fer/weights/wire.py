@@ -359,7 +359,11 @@ class Evicted(Reply, frozen=True, tag="evicted", kw_only=True):
 
 
 class Status(Reply, frozen=True, tag="status", kw_only=True):
-    """``protection`` is what survives the keeper's death: systemd, minder or none. ``restarts``: deaths survived."""
+    """Everything the keeper knows.
+
+    ``protection`` says who keeps its descriptors when it dies: systemd, minder or none. ``restarts`` counts the deaths
+    it survived. ``waiting`` are the ``connections`` whose request waits (for a loader, a group or a role), in order.
+    """
 
     pid: int
     version: str
@@ -369,6 +373,7 @@ class Status(Reply, frozen=True, tag="status", kw_only=True):
     restarts: int
     descriptors: int
     connections: list[Holder]
+    waiting: list[Holder]
     editions: list[EditionInfo]
     pending: list[Pending]
     claims: list[ClaimInfo]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fer.errors import ProtocolError, Refused
+from fer.memory.fd import Fd
 from fer.memory.seal import read_sealed
 from fer.weights.client import SlabInfo
 from fer.weights.keeper import offsets
@@ -141,10 +144,6 @@ def test_a_lost_edition_is_dropped_with_its_group(keeper: Keeper) -> None:
 
 @pytest.mark.parametrize("kind", ["unsealed", "wrong size", "file", "pipe", "wrong kind"])
 def test_what_is_no_slab_ends_the_connection(keeper: Keeper, kind: str, tmp_path: Path, no_fd_leak: None) -> None:
-    import os
-
-    from fer.memory.fd import Fd
-
     before = keeper.descriptors()
     with keeper.client() as client:
         transaction = client.begin(key(), fields=b"", checkpoint=b"", total=PAGE).transaction
@@ -199,8 +198,6 @@ def test_the_next_engine_takes_over_from_a_killed_one(keeper: Keeper, children: 
 
 
 def test_a_waiting_claim_is_answered_by_what_is_published(keeper: Keeper) -> None:
-    import threading
-
     with keeper.client() as loader, keeper.client() as waiter:
         assert loader.claim(key(), wait_s=0).outcome == "claimed"
         waiter.find(key(launch="other"))
@@ -209,6 +206,7 @@ def test_a_waiting_claim_is_answered_by_what_is_published(keeper: Keeper) -> Non
             target=lambda: outcomes.append(waiter.claim(key(launch="other"), wait_s=20).outcome), daemon=True
         )
         thread.start()
+        wait_until(lambda: len(keeper.status().waiting) == 1, "it waits")
         edition = publish(loader, key())
         thread.join(20)
         assert outcomes == ["look_again"]

@@ -15,6 +15,7 @@ from fer.weights.keeper.slabs import checked_payload
 def status(seq: int, store: Store, shelf: Shelf, protection: str) -> wire.Status:
     """The answer to ``status``."""
     state = store.state
+    waiting = [(peer.wait.order, peer) for peer in state.peers.values() if peer.wait is not None]
     return wire.Status(
         seq,
         pid=os.getpid(),
@@ -25,6 +26,7 @@ def status(seq: int, store: Store, shelf: Shelf, protection: str) -> wire.Status
         restarts=state.restarts,
         descriptors=len(shelf),
         connections=[store.holder(peer) for peer in state.peers],
+        waiting=[store.holder(peer.id) for _, peer in sorted(waiting, key=lambda pair: pair[0])],
         editions=[
             store.info(edition, checked_payload("fields", shelf[edition.payloads["fields"]]))
             for edition in sorted(state.editions.values(), key=lambda edition: edition.published)
