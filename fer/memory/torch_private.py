@@ -38,17 +38,17 @@ NAMES: Final = (
     PrivateName(
         path="_C._construct_storage_from_data_pointer",
         purpose="a storage over memory that torch did not allocate",
-        seen=("2.13.0", "2.14.1"),
+        seen=("2.11.0", "2.13.0", "2.14.1"),
     ),
     PrivateName(
         path="multiprocessing.reductions.StorageWeakRef",
         purpose="see whether a storage that was moved into a slab is still alive somewhere",
-        seen=("2.13.0", "2.14.1"),
+        seen=("2.11.0", "2.13.0", "2.14.1"),
     ),
     PrivateName(
         path="_C._cuda_customAllocator",
         purpose="let torch allocate inside the arena's named ranges",
-        seen=("2.14.1",),
+        seen=("2.11.0", "2.14.1"),
         cuda_only=True,
     ),
 )

@@ -37,6 +37,14 @@ def test_the_name_exists(name: torch_private.PrivateName) -> None:
     assert name.purpose
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a CPU build of torch has no CUDA allocators")
+def test_an_allocator_is_made_of_two_addresses() -> None:
+    allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(lambda *_: 0)
+    release = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(lambda *_: None)
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (allocate, release)]
+    assert torch_private.custom_allocator(*addresses) is not None
+
+
 def test_a_storage_sees_the_foreign_memory() -> None:
     owner = Owner()
     storage = storage_over(owner.address, "cpu", 4096, owner)
