@@ -88,10 +88,7 @@ def check_slabs(
     """
     if verify == "off":
         return "off"
-    views = [
-        bytes_of(backends[r.kind].storage(m, 0, m.size))
-        for r, m in zip(record.slabs, mappings, strict=True)
-    ]
+    views = [bytes_of(backends[r.kind].storage(m, 0, m.size)) for r, m in zip(record.slabs, mappings, strict=True)]
     whole = [n for n, r in enumerate(record.slabs) if r.kind != "host" or verify == "full"]
     for n, found in zip(whole, integrity.checksums([views[n] for n in whole]), strict=True):
         _same(n, "checksum", record.slabs[n].checksum, found)

@@ -62,7 +62,9 @@ class Digests(threading.Thread):
         if checkpoint.changed(self._loaded_from, checkpoint.stamp(self._files)):
             log.warning("the checkpoint changed after it was loaded; edition %s keeps no digest of it", self._edition)
             return
-        self._client.annotate(self._edition, checkpoint=replace(self._loaded_from, samples=samples, full=full).to_json())
+        self._client.annotate(
+            self._edition, checkpoint=replace(self._loaded_from, samples=samples, full=full).to_json()
+        )
 
     def _each_tensor(self) -> None:
         digests: dict[str, str] = {}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fer.errors import KeeperError, KeeperUnavailable
 from fer.weights.client import KeeperClient
+from fer.weights.keeper.start import Started, start_keeper
 
 if TYPE_CHECKING:
     from fer.options import Options
@@ -33,10 +34,17 @@ def connect(options: Options, *, label: str = "") -> tuple[KeeperClient | None, 
         if options.mode == "client":
             raise
         return None, f"no keeper to be trusted: {error}"
-    from fer.weights.keeper.start import start_keeper
-
     try:
         started = start_keeper(options.runtime_dir)
-        return KeeperClient.connect(options.runtime_dir, label=label), started.note
+        return KeeperClient.connect(started.runtime_dir, label=label), _note(started)
     except KeeperError as error:
         return None, f"no keeper could be started: {error}"
+
+
+def _note(started: Started) -> str:
+    """What an operator should know of a keeper that was started just now."""
+    if started.how == "running":  # somebody else was quicker
+        return ""
+    how = {"systemd-run": "in a unit of its own", "detached": "detached from this process"}[started.how]
+    end = ", in this engine's cgroup: it will end with the engine's unit or container" if started.shares_cgroup else ""
+    return f"a keeper was started {how}{end}"

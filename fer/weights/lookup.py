@@ -20,6 +20,8 @@ class Lookup:
     Attributes:
         key: what the keeper matches exactly: group digest, rank, GPU.
         fields: the fingerprint as JSON, kept with what this engine publishes.
+        unknown: fields that could not be found out. Such a fingerprint equals none, so nothing can be attached and
+            publishing would only take memory.
         why: of the last :meth:`choose` that found something, how its checkpoint was recognised.
         reasons: of the last :meth:`choose` and what followed it, why there was no hit; never empty after a miss.
     """
@@ -35,6 +37,7 @@ class Lookup:
             local_size=identity.ranks.local_size,
         )
         self.fields = self._fingerprint.to_json()
+        self.unknown = self._fingerprint.unknown
         self.why = ""
         self.reasons: list[str] = []
         self._now = checkpoint.stamp(identity.checkpoint)
@@ -44,6 +47,9 @@ class Lookup:
     def choose(self) -> Candidate | None:
         """The edition to attach, or None with :attr:`reasons`."""
         self.reasons = []
+        if self.unknown:
+            self.reasons.append(f"could not be found out, so nothing kept can be trusted: {', '.join(self.unknown)}")
+            return None
         found = self._client.find(self.key)
         for candidate in found.candidates:
             if candidate.edition in self._broken:
@@ -64,7 +70,7 @@ class Lookup:
         if near.gpu != self.key.gpu:
             return f"edition {near.edition} is held on {near.gpu}, this engine is on {self.key.gpu}"
         differences = fingerprint.explain(self._fingerprint, fingerprint.Fingerprint.from_json(near.fields))
-        named = ", ".join(f"{d.field}: here {d.left}, kept {d.right}" for d in differences[:_NAMED])
+        named = ", ".join(str(difference) for difference in differences[:_NAMED])
         more = f" and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
         return f"edition {near.edition} differs in {named}{more}"
 

@@ -10,6 +10,7 @@ result over.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,9 @@ class Moved:
     peak_extra: int = 0
 
 
-def prepare(module: nn.Module, skeleton: nn.Module, backends: Mapping[str, Backend], *, slab_bytes: int = 0) -> Prepared:
+def prepare(
+    module: nn.Module, skeleton: nn.Module, backends: Mapping[str, Backend], *, slab_bytes: int = 0
+) -> Prepared:
     """Capture the module and prove, before anything is moved, that attaching it will give the same module.
 
     Args:
@@ -120,7 +123,11 @@ def _refuse_overlap(capture: module_state.Capture, pieces: list[layout.Piece]) -
 
 
 def move(
-    prepared: Prepared, backends: Mapping[str, Backend], *, offset: int = 0, progress: Progress = lambda done, total: None
+    prepared: Prepared,
+    backends: Mapping[str, Backend],
+    *,
+    offset: int = 0,
+    progress: Progress = lambda done, total: None,
 ) -> Moved:
     """Move every storage into its slab and rebind the module.
 
@@ -189,7 +196,10 @@ def _fill(capture: module_state.Capture, slab: layout.SlabPlan, mapping: SlabMap
                 )
             watched.append((live.names[0], torch_private.WeakStorage(source)))
             del source, target
-    return [name for name, weak in watched if not weak.expired()]
+    left = [(name, weak) for name, weak in watched if not weak.expired()]
+    if left:
+        gc.collect()  # garbage in reference cycles holds storages too, and is no one's second copy
+    return [name for name, weak in left if not weak.expired()]
 
 
 def seal(prepared: Prepared, moved: Moved) -> manifest.Manifest:

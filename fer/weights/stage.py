@@ -168,6 +168,8 @@ class _Attempt:
         return "alone" if nobody_looks_again else "look_again"
 
     def _claim_alone(self, deadline: float) -> str:
+        if self.lookup.unknown:
+            return "alone"
         wait_s = max(0.0, deadline - time.monotonic())
         try:
             with self.report.step("wait for another loader"):

@@ -1,0 +1,195 @@
+"""Kill, starve and break every step; nothing is lost, nothing leaks, the engine serves what is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import recovery_model
+from tests.support.processes import Children
+from tests.support.recovery import EngineProcess, keeper, keeper_descriptors
+
+PUBLISH = ["find", "claim", "load", "prepare", "begin", "create", "move", "seal", "add_slabs", "commit"]
+ATTACH = ["find", "lease", "map-one", "map", "check", "bind"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return recovery_model.make_checkpoint(tmp_path / "model")
+
+
+def start(children: Children, folder: Path, **asked: object) -> EngineProcess:
+    return EngineProcess(children, folder, **asked)
+
+
+def start_keeper() -> None:
+    from fer.weights.keeper.start import start_keeper as begin
+
+    begin(None)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", PUBLISH)
+def test_an_engine_killed_while_publishing_leaves_nothing(
+    children: Children, folder: Path, step: str, when: str
+) -> None:
+    start_keeper()
+    empty = keeper_descriptors()
+    victim = start(children, folder, fault={"at": step, "when": when, "do": "kill-self"})
+    assert victim.row() == {"fired": step}
+    victim.wait()
+    with keeper() as client:
+        status = client.status()
+        committed = (step, when) == ("commit", "after")
+        assert len(status.editions) == committed
+        assert not status.pending
+        assert not status.claims
+        if committed:
+            client.evict()
+    assert keeper_descriptors() == empty
+    row = start(children, folder).result()
+    assert row["path"] == "loaded"
+    assert row["details"]["published"]
+    assert row["answer"] == recovery_model.expected(folder)
+
+
+@pytest.mark.parametrize("step", ATTACH)
+def test_an_engine_killed_while_attaching_leaves_the_edition_as_it_was(
+    children: Children, folder: Path, step: str
+) -> None:
+    first = start(children, folder)
+    right = first.result()["answer"]
+    first.kill()
+    before = keeper_descriptors()
+    victim = start(children, folder, fault={"at": step, "when": "after", "do": "kill-self"})
+    assert victim.row() == {"fired": step}
+    victim.wait()
+    assert keeper_descriptors() == before
+    with keeper() as client:
+        (info,) = client.status().editions
+        assert not info.holders
+    row = start(children, folder, options={"verify": "full"}).result()
+    assert (row["path"], row["answer"]) == ("attached", right)
+
+
+@pytest.mark.parametrize("step", ["find", "claim", "load", "begin", "move", "seal", "add_slabs", "commit"])
+def test_a_keeper_killed_while_an_engine_publishes_is_not_noticed(children: Children, folder: Path, step: str) -> None:
+    start_keeper()
+    engine = start(children, folder, fault={"at": step, "when": "before", "do": "kill-keeper"})
+    row = engine.result()
+    assert row["fired"]
+    assert row["path"] == "loaded"
+    assert row["details"]["published"], row
+    again = start(children, folder).result()
+    assert (again["path"], again["answer"]) == ("attached", row["answer"])
+
+
+@pytest.mark.parametrize("step", ["find", "lease", "map", "bind"])
+def test_a_keeper_killed_while_an_engine_attaches_is_not_noticed(children: Children, folder: Path, step: str) -> None:
+    first = start(children, folder)
+    right = first.result()["answer"]
+    second = start(children, folder, fault={"at": step, "when": "before", "do": "kill-keeper"})
+    row = second.result()
+    assert row["fired"]
+    assert (row["path"], row["answer"]) == ("attached", right)
+    with keeper() as client:
+        (info,) = client.status().editions
+        assert {holder.pid for holder in info.holders} == {first.process.pid, second.process.pid}
+    assert first.ask("answer")["answer"] == right
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_no_room_for_a_slab_leaves_the_engine_running(children: Children, folder: Path, skip: int) -> None:
+    fault = {"at": "create", "when": "before", "do": "no-room", "skip": skip}
+    row = start(children, folder, fault=fault, options={"slab_bytes": 65536}).result()
+    assert row["fired"]
+    assert row["path"] == "loaded"
+    assert not row["details"]["published"]
+    assert "OutOfMemory" in row["why"]
+    assert row["answer"] == recovery_model.expected(folder)
+    with keeper() as client:
+        assert not client.status().editions
+        assert not client.status().pending
+
+
+def test_a_bug_of_ours_in_publish_does_not_take_the_engine_down(children: Children, folder: Path) -> None:
+    row = start(children, folder, fault={"at": "seal", "when": "after", "do": "bug"}).result()
+    assert row["path"] == "loaded"
+    assert "please report" in row["why"]
+    assert row["answer"] == recovery_model.expected(folder)
+
+
+def test_a_descriptor_that_no_longer_imports_drops_its_edition(children: Children, folder: Path) -> None:
+    start(children, folder).result()
+    row = start(children, folder, fault={"at": "map-one", "when": "before", "do": "slab-lost"}).result()
+    assert row["fired"]
+    assert row["path"] == "loaded"
+    assert "does not import" in row["why"]
+    assert row["answer"] == recovery_model.expected(folder)
+    assert start(children, folder).result()["path"] == "attached"
+
+
+def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_published(children: Children, folder: Path) -> None:
+    shard = str(folder / "model-00001-of-00002.safetensors")
+    row = start(children, folder, fault={"at": "load", "when": "after", "do": "append", "file": shard}).result()
+    assert row["path"] == "loaded"
+    assert "changed while it was loaded" in row["why"]
+    with keeper() as client:
+        assert not client.status().editions
+
+
+def test_a_changed_fingerprint_evicts_what_is_in_the_way(children: Children, folder: Path) -> None:
+    room = int(2.5 * _size(folder))
+    first = start(children, folder, room=room)
+    assert first.result()["details"]["published"]
+    first.kill()
+    for revision in ("b", "c", "d"):
+        engine = start(children, folder, room=room, engine={"revision": revision})
+        row = engine.result()
+        assert row["path"] == "loaded", row
+        assert row["details"]["published"], row
+        engine.kill()
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def test_where_only_leased_editions_are_left_the_error_says_who_and_how_much(children: Children, folder: Path) -> None:
+    room = int(1.8 * _size(folder))
+    holder = start(children, folder, room=room)
+    holder.result()
+    row = start(children, folder, room=room, engine={"revision": "b"}).result()
+    error = row["error"]
+    assert error["kind"] == "OutOfMemory"
+    assert error["fields"]["needed"] > error["fields"]["free"]
+    assert str(holder.process.pid) in error["why"]
+    assert "fer evict" in error["fix"]
+    with keeper() as client:
+        assert len(client.status().editions) == 1
+
+
+def test_the_keeper_and_its_parent_die_and_the_engine_goes_on(children: Children, folder: Path, runtime_dir: Path) -> None:
+    from tests.support.processes import kill_and_wait, with_variable
+
+    first = start(children, folder)
+    right = first.result()["answer"]
+    for pid in with_variable("FER_RUNTIME_DIR", str(runtime_dir)):
+        if pid != first.process.pid:
+            kill_and_wait(pid)
+    assert first.ask("answer")["answer"] == right
+    row = start(children, folder).result()
+    assert row["path"] == "loaded"
+    assert row["details"]["published"]
+    assert row["answer"] == right
+
+
+def test_many_starts_and_kills_leave_everything_flat(children: Children, folder: Path, runtime_dir: Path) -> None:
+    start(children, folder).result()
+    before = keeper_descriptors()
+    for _ in range(5):
+        engine = start(children, folder)
+        assert engine.result()["path"] == "attached"
+        engine.kill()
+    assert keeper_descriptors() == before

@@ -1,0 +1,158 @@
+"""An engine in a process of its own: recovers, prints one JSON line, and stays until its standard input ends.
+
+    python -m tests.support.engine_child '{"folder": "...", "options": {...}, "fault": {...}}'
+
+``fault`` names a place and what happens there, once: ``{"at": "move", "when": "before"|"after", "do": "kill-self"}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fer
+from fer.engines.base import Ranks
+from fer.engines.module import ModuleEngine
+from fer.errors import FerError, OutOfMemory, SlabLost
+from fer.memory.base import Room
+from fer.memory.host import HostBackend
+from fer.weights import attach, publish, stage
+from fer.weights.client import KeeperClient
+from tests.support import recovery_model
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "find": (KeeperClient, "find"),
+    "claim": (KeeperClient, "claim"),
+    "lease": (KeeperClient, "lease"),
+    "begin": (KeeperClient, "begin"),
+    "add_slabs": (KeeperClient, "add_slabs"),
+    "commit": (KeeperClient, "commit"),
+    "make_room": (KeeperClient, "make_room"),
+    "annotate": (KeeperClient, "annotate"),
+    "load": (ModuleEngine, "load"),
+    "prepare": (publish, "prepare"),
+    "move": (publish, "move"),
+    "seal": (publish, "seal"),
+    "map": (attach, "map_slabs"),
+    "check": (attach, "check_slabs"),
+    "bind": (attach, "bind"),
+    "create": (HostBackend, "create"),
+    "map-one": (HostBackend, "attach"),
+    "digests": (stage.Digests, "run"),
+}
+
+
+def keeper_pid() -> int:
+    with KeeperClient.connect() as client:
+        return client.keeper_pid
+
+
+def kill_keeper() -> None:
+    os.kill(keeper_pid(), signal.SIGKILL)
+
+
+def _raise(error: FerError) -> None:
+    raise error
+
+
+DEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "kill-self": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
+    "kill-keeper": lambda fault: kill_keeper(),
+    "slab-lost": lambda fault: _raise(SlabLost("a kept descriptor does not import", why="injected")),
+    "no-room": lambda fault: _raise(OutOfMemory("injected: no room", needed=2, free=1)),
+    "hang": lambda fault: time.sleep(600),
+    "append": lambda fault: _append(fault["file"]),
+    "bug": lambda fault: 1 / 0 and None,  # type: ignore[func-returns-value]
+}
+
+
+def _append(file: str) -> None:
+    with open(file, "ab") as opened:
+        opened.write(b"\0")
+
+
+class Fault:
+    """One fault, injected at a place; ``fired`` says whether it happened."""
+
+    def __init__(self, fault: dict[str, Any]) -> None:
+        self.fault, self.fired, self.calls = fault, False, 0
+        owner, name = PLACES[fault["at"]]
+        self.original = getattr(owner, name)
+        outer = self
+
+        def stand_in(*arguments: Any, **keywords: Any) -> Any:
+            outer.calls += 1
+            due = not outer.fired and outer.calls > fault.get("skip", 0)
+            if due and fault["when"] == "before":
+                outer.fire()
+            result = outer.original(*arguments, **keywords)
+            if due and fault["when"] == "after":
+                outer.fire()
+            return result
+
+        setattr(owner, name, stand_in)
+
+    def fire(self) -> None:
+        self.fired = True
+        print(json.dumps({"fired": self.fault["at"]}), flush=True)
+        DEEDS[self.fault["do"]](self.fault)
+
+
+def small_room(free: int) -> None:
+    """Give host memory ``free`` bytes for slabs, less what kept slabs hold: a small device."""
+    original = HostBackend.__init__
+
+    def room() -> Room:
+        try:
+            with KeeperClient.connect() as client:
+                used = sum(info.bytes for info in client.status().editions)
+        except FerError:
+            used = 0
+        return Room(free=max(0, free - used), total=free)
+
+    from fer.memory import open as opening
+
+    opening._host = HostBackend(room)
+    assert original is HostBackend.__init__
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    fault = Fault(asked["fault"]) if asked.get("fault") else None
+    if asked.get("room"):
+        small_room(asked["room"])
+    if asked.get("environment"):
+        from fer.weights import lookup
+
+        plain = lookup.environment
+        lookup.environment = lambda device: {**plain(device), **asked["environment"]}  # type: ignore[assignment]
+    engine = recovery_model.engine(Path(asked["folder"]), **asked.get("engine", {}))
+    if asked.get("ranks"):
+        engine._ranks = Ranks(**asked["ranks"])
+    row: dict[str, Any] = {"pid": os.getpid()}
+    try:
+        report = fer.recover(engine, **asked.get("options", {}))
+        told = report.stages["weights"]
+        row |= {"path": told.path, "why": told.why, "details": told.details}
+        row |= {"answer": recovery_model.answer(engine.module), "the_26s": report.the_26s, "total": report.total_s}
+    except FerError as error:
+        row["error"] = error.to_dict()
+    if fault is not None:
+        row["fired"] = fault.fired
+    print(json.dumps(row, default=str), flush=True)
+    for line in sys.stdin:
+        if line.strip() == "answer":
+            print(json.dumps({"answer": recovery_model.answer(engine.module)}), flush=True)
+        if line.strip() == "write":
+            next(engine.module.parameters()).data.add_(1)
+            print(json.dumps({"wrote": True}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

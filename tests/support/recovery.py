@@ -1,0 +1,77 @@
+"""Starts engines as processes and talks to them."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fer.weights.client import KeeperClient
+from tests.support.descriptors import Open, open_descriptors
+from tests.support.processes import Children
+
+WAIT_S = 60.0
+
+
+class EngineProcess:
+    """One engine in a process; see ``tests/support/engine_child.py`` for what may be asked."""
+
+    def __init__(self, children: Children, folder: Path, **asked: Any) -> None:
+        command = [sys.executable, "-m", "tests.support.engine_child", json.dumps({"folder": str(folder), **asked})]
+        self.process = children.spawn(command, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.log: list[str] = []
+
+    def row(self) -> dict[str, Any]:
+        """The next JSON line; everything else the child wrote is kept in :attr:`log`."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            line = self.process.stdout.readline() if ready else ""
+            if not line:
+                break
+            if line.startswith("{"):
+                return dict(json.loads(line))
+            self.log.append(line)
+        raise AssertionError("the engine said nothing more:\n" + "".join(self.log[-40:]))
+
+    def result(self) -> dict[str, Any]:
+        """The row of the recovery, past the rows of faults that fired."""
+        row = self.row()
+        while set(row) == {"fired"}:
+            row = self.row()
+        return row
+
+    def ask(self, what: str) -> dict[str, Any]:
+        """Send a command to the running engine."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return self.row()
+
+    def wait(self) -> int:
+        """Wait until it has ended; its exit status."""
+        return self.process.wait(WAIT_S)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+
+def keeper() -> KeeperClient:
+    """A connection to the test's keeper."""
+    return KeeperClient.connect(label="test")
+
+
+def keeper_descriptors() -> list[str]:
+    """What the keeper has open, sorted; the connection that looks is counted in, each time alike."""
+    with keeper() as client:
+        client.status()  # by now it has seen the ends of all connections that ended before
+        held: Open = open_descriptors(client.keeper_pid)
+    # Numbers of sockets and memfds change with every connection; what they are does not.
+    return sorted(what.split(":[")[0] for what in held.values())
