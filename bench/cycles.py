@@ -55,7 +55,7 @@ def main() -> None:
     import triton  # noqa: F401
 
     import fer.engines.module
-    import fer.recover
+    import fer.orchestrator
     import fer.weights.stage  # noqa: F401
     from fer.weights.client import KeeperClient
 

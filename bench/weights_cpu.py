@@ -66,7 +66,7 @@ def main() -> None:
     import torch  # noqa: F401
 
     import fer.engines.module
-    import fer.recover
+    import fer.orchestrator
     import fer.weights.stage  # noqa: F401
 
     results = Results("weights_cpu")

@@ -242,7 +242,7 @@ def main(names: list[str]) -> None:
     import triton  # noqa: F401
 
     import fer.engines.module
-    import fer.recover
+    import fer.orchestrator
     import fer.weights.stage  # noqa: F401
 
     assert not torch.cuda.is_initialized()

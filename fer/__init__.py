@@ -13,10 +13,10 @@ __all__ = ["Options", "Report", "__version__", "recover"]
 
 if TYPE_CHECKING:
     from fer.options import Options
-    from fer.recover import recover
+    from fer.orchestrator import recover
     from fer.report import Report
 
-_HOME = {"recover": "fer.recover", "Options": "fer.options", "Report": "fer.report"}
+_HOME = {"recover": "fer.orchestrator", "Options": "fer.options", "Report": "fer.report"}
 
 
 def __getattr__(name: str) -> Any:

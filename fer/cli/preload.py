@@ -35,7 +35,7 @@ def preload(model: Path, *, device: str, dtype: str, as_json: bool, **settings: 
     from fer.cli.devices import resolve
     from fer.engines.transformers import TransformersEngine
     from fer.options import Options
-    from fer.recover import preload as run
+    from fer.orchestrator import preload as run
 
     given = {name: value for name, value in settings.items() if value is not None}
     options = Options.load(**given, on_miss="load", weights=True).replace(**_keeping(given))

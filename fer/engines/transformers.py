@@ -21,7 +21,7 @@ from torch import nn
 from fer.engines import fp8, pretrained, ranks
 from fer.engines.base import Engine, EngineIdentity, Ranks
 from fer.engines.quiet import quiet
-from fer.errors import CheckpointError, FerBug, OptionError
+from fer.errors import CheckpointError, FerBug, OptionError, UsageError
 from fer.weights import quantization as guard
 from fer.weights.shards import resolve
 
@@ -49,7 +49,7 @@ class TransformersEngine(Engine):
 
     Attributes:
         module: the model in use, after :meth:`adopt`.
-        tokenizer: after :meth:`load_tokenizer`.
+        tokenizer: after :meth:`load_tokenizer`; None for a folder without one.
 
     Raises:
         OptionError: an argument is not one of the values above.
@@ -120,6 +120,8 @@ class TransformersEngine(Engine):
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
 
     def load_tokenizer(self) -> None:
+        if not any(path for pattern in ("*token*", "vocab*", "*.tiktoken") for path in self.folder.glob(pattern)):
+            return  # such a model is spoken to in token ids
         from transformers import AutoTokenizer
 
         with quiet():
@@ -219,6 +221,8 @@ class TransformersEngine(Engine):
     def _need_tokenizer(self) -> None:
         if self.tokenizer is None:
             self.load_tokenizer()
+        if self.tokenizer is None:
+            raise UsageError(f"{self.folder} holds no tokenizer", fix="Give token ids, or add the tokenizer's files")
 
     def _recipe(self) -> pretrained.Recipe:
         identity = self.identity()

@@ -13,7 +13,7 @@ from fer.engines import fp8
 from fer.engines.conformance_snapshot import Snapshot
 from fer.engines.demo_model import smollm2
 from fer.engines.transformers import TransformersEngine
-from fer.errors import CheckpointError, OptionError, UnsupportedQuantization
+from fer.errors import CheckpointError, OptionError, UnsupportedQuantization, UsageError
 from tests.support import engine_models as models
 
 pytestmark = pytest.mark.timeout(180)
@@ -80,6 +80,13 @@ def test_generation_stops_at_the_end_and_at_the_cache(llama: Path) -> None:
     for ids, new in (([], 1), (PROMPT, 13), (list(range(16)), 1)):
         with pytest.raises(OptionError, match="do not fit"):
             engine.generate(ids, new)
+
+
+def test_a_folder_without_tokenizer_takes_token_ids(llama: Path) -> None:
+    engine = TransformersEngine(llama)
+    engine.load_tokenizer()
+    with pytest.raises(UsageError, match="no tokenizer"):
+        engine.ask("Who?")
 
 
 def test_overrides_reach_model_and_identity(llama: Path) -> None:

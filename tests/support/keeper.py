@@ -71,6 +71,7 @@ class Keeper:
         self.directory = directory
         self.log = directory.with_name(directory.name + ".log")
         self._children = children
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self.minder = children.spawn(
                 [sys.executable, "-m", "fer.weights.keeper", "--runtime-dir", directory],

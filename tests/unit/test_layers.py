@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fer.weights",),
     ("fer.diagnosis",),
     ("fer.stages", "fer.weights.stage"),
-    ("fer.recover",),
+    ("fer.orchestrator",),
     ("fer.engines",),  # adapters stand beside recover; STRANGERS keeps them and the stages apart
     ("fer.standby",),
     ("fer.cli", "fer.__main__"),
@@ -33,10 +33,10 @@ STRANGERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # Stages and recover know engines by their protocol only.
     ("fer.weights", ("fer.engines.module", "fer.engines.transformers", "fer.engines.conformance")),
     ("fer.stages", ("fer.engines.module", "fer.engines.transformers", "fer.engines.conformance")),
-    ("fer.recover", ("fer.engines.module", "fer.engines.transformers", "fer.engines.conformance")),
+    ("fer.orchestrator", ("fer.engines.module", "fer.engines.transformers", "fer.engines.conformance")),
     # Adapters describe engines; what is done with that is not theirs to know.
-    ("fer.engines.module", ("fer.recover", "fer.stages", "fer.weights.stage", "fer.weights.client")),
-    ("fer.engines.transformers", ("fer.recover", "fer.stages", "fer.weights.stage", "fer.weights.client")),
+    ("fer.engines.module", ("fer.orchestrator", "fer.stages", "fer.weights.stage", "fer.weights.client")),
+    ("fer.engines.transformers", ("fer.orchestrator", "fer.stages", "fer.weights.stage", "fer.weights.client")),
     # The keeper has to outlive everything: there is nothing in it to crash.
     ("fer.weights.keeper", ("fer.engines", "fer.fingerprint", "fer.environment", "fer.weights.client")),
 )

@@ -1,4 +1,8 @@
-"""The orchestrator: one start of an engine, stage by stage, every second accounted for."""
+"""The orchestrator: one start of an engine, stage by stage, every second accounted for.
+
+The module is not called ``recover``: importing a submodule sets it as an attribute of the package, and
+``fer.recover`` has to stay the function.
+"""
 
 from __future__ import annotations
 
