@@ -31,7 +31,9 @@ def publish_in_place(engine: ModuleEngine, *, slabs: int) -> dict[str, float]:
         client.claim(lookup.key, wait_s=0)
         module = engine.build()
         pieces, total = _pieces(module, engine.device)
-        plans = layout.plan(pieces, {workshop.backend.device.split(":")[0]: workshop.backend.granularity}, wanted=-(-total // slabs))
+        granularity = {workshop.backend.device.split(":")[0]: workshop.backend.granularity}
+        wanted = total // slabs + max(piece.nbytes for piece in pieces)
+        plans = layout.plan(pieces, granularity, wanted=wanted)
         device_total = sum(plan.size for plan in plans)
         begun = client.begin(lookup.key, fields=lookup.fields, checkpoint=checkpoint.stamp([]).to_json(), total=device_total)
         moved = publish.Moved()
@@ -80,8 +82,8 @@ def _bind(module: nn.Module, plans: list[layout.SlabPlan], moved: publish.Moved)
 
 def _plans_of(capture: module_state.Capture, moved: publish.Moved) -> list[layout.SlabPlan]:
     plans = [layout.SlabPlan(device=b.device.split(":")[0], size=m.size) for m, b in moved.slabs]
-    starts = [mapping.address for mapping, _ in moved.slabs]
+    slabs = [mapping for mapping, _ in moved.slabs]
     for live in capture.storages:
-        n = max(i for i, start in enumerate(starts) if start <= live.address)
-        plans[n].placed.append((live.index, live.address - starts[n]))
+        (n,) = (i for i, slab in enumerate(slabs) if 0 <= live.address - slab.address < slab.size)
+        plans[n].placed.append((live.index, live.address - slabs[n].address))
     return plans

@@ -234,13 +234,15 @@ def seal(prepared: Prepared, moved: Moved) -> manifest.Manifest:
         )
         for live in prepared.capture.storages
     ]
-    return manifest.Manifest(
+    record = manifest.Manifest(
         version=manifest.VERSION,
         state=prepared.capture.state,
         storages=storages,
         slabs=records,
         structure=prepared.structure,
     )
+    manifest.check(record)  # what a reader would refuse must not be published
+    return record
 
 
 def give_private_copies(prepared: Prepared, patterns: Sequence[str]) -> list[str]:
