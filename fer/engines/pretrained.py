@@ -109,6 +109,7 @@ def load(recipe: Recipe) -> nn.Module:
     # without it save_pretrained falls back to the class's own table.
     if hasattr(model, "_weight_conversions"):
         del model._weight_conversions
+    _forget_hash(model)
     return model.eval()
 
 
@@ -219,3 +220,11 @@ def _generation(model: Any, recipe: Recipe) -> None:
             subfolder="",
             trust_remote_code=recipe.trust_remote_code,
         )
+    _forget_hash(model)
+
+
+def _forget_hash(model: Any) -> None:
+    """Python's hashes of text differ in every process, so a kept one is wrong; it only chooses between warnings."""
+    settings = getattr(model, "generation_config", None)
+    if settings is not None:
+        settings._original_object_hash = None
