@@ -6,6 +6,7 @@ that is killed and comes back (under systemd or its minder) keeps the very same 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -168,7 +169,11 @@ class KeeperClient:
 
     def close(self) -> None:
         """End the connection and with it every lease, claim, role and unfinished transaction."""
-        self._sock.close()
+        if os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # a call in another thread ends now, before its descriptor goes
+        with self._lock:
+            self._sock.close()
 
     def __enter__(self) -> Self:
         return self

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from fer.memory.fd import Fd
 from fer.memory.seal import sealed_bytes
@@ -57,11 +59,19 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = WAIT_S
         time.sleep(0.01)
 
 
-def read_line(stream: object, timeout: float = WAIT_S) -> str:
-    """The next line of a child's pipe, which must come in time."""
-    ready, _, _ = select.select([stream], [], [], timeout)
-    assert ready, "the child said nothing in time"
-    return stream.readline().strip()  # type: ignore[attr-defined]
+def read_line(stream: IO[str], timeout: float = WAIT_S) -> str:
+    """The next line of a child's pipe, which must come in time; empty at its end."""
+    deadline = time.monotonic() + timeout
+    line = b""
+    # Byte by byte from the descriptor: the stream's own buffer would take lines that select() then does not see.
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([stream], [], [], max(deadline - time.monotonic(), 0))
+        assert ready, "the child said nothing in time"
+        byte = os.read(stream.fileno(), 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode().strip()
 
 
 class Keeper:
@@ -156,10 +166,10 @@ reach("commit")
 """An engine that stops at a step: arguments are directory, step, key (comma-separated), local size."""
 
 
-def engine_at(children: Children, keeper: Keeper, step: str, of: Key) -> object:
+def engine_at(children: Children, keeper: Keeper, step: str, of: Key) -> subprocess.Popen[str]:
     """A child that has reached a step and waits there."""
     arguments = [str(keeper.directory), step, f"{of.group},{of.rank},{of.gpu},{of.launch}", str(of.local_size)]
     child = children.python(ENGINE, *arguments, stdin=-1)
-    while read_line(child.stdout) != step:
-        pass
+    while (line := read_line(child.stdout)) != step:
+        assert line, "the engine ended before it got there"
     return child

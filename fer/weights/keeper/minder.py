@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fer.memory import fdpass
 from fer.memory.fd import Fd
-from fer.weights.keeper.notify import FIRST_INHERITED
+from fer.weights.keeper.notify import FIRST_INHERITED, Notifier, from_environment
 from fer.weights.keeper.process import environment, raise_limits
 
 DEATHS, DEATHS_S = 16, 10.0
@@ -153,9 +153,23 @@ class Minder:
                 self.store[name] = fds.pop()
             elif "FDSTOREREMOVE" in fields and name in self.store:
                 self.store.pop(name).close()
-            self._ready = self._ready or "READY" in fields
+            if "READY" in fields and not self._ready:
+                self._ready = True
+                self._tell("READY=1")
             self._stopping = self._stopping or "STOPPING" in fields
             fdpass.close_all(fds)  # of a barrier, this is the answer
+
+    def _tell(self, text: str) -> None:
+        """Pass on to the supervisor of this process, if it asked, what concerns it."""
+        sock = from_environment()
+        if sock is None:
+            return
+        try:
+            Notifier(sock).send(text)
+        except OSError:
+            pass  # it asked and does not listen
+        finally:
+            sock.close()
 
     # --- starting ---
 

@@ -12,7 +12,7 @@ from fer.memory.fd import Fd
 
 FIRST_INHERITED = 3
 """Number of the first descriptor the manager passes (SD_LISTEN_FDS_START)."""
-BARRIER_S = 5.0
+BARRIER_S = 3.0
 """Seconds the manager has to catch up."""
 
 

@@ -15,6 +15,16 @@ def raise_limits() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+_OF_A_UNIT = ("NOTIFY_SOCKET", "FDSTORE", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
+LOG_LIMIT = 4 << 20
+"""Bytes of a log that is begun anew at the next start."""
+
+
+def apart(variables: dict[str, str]) -> dict[str, str]:
+    """The environment without what concerns the unit of the process that starts us: it must not take us for its own."""
+    return {name: value for name, value in variables.items() if name not in _OF_A_UNIT}
+
+
 def environment() -> dict[str, str]:
     """The environment for our own processes: they find this very package, wherever they are started."""
     root = str(Path(fer.__file__).parents[1])
@@ -33,6 +43,8 @@ def detach(log: Path) -> bool:
     os.chdir("/")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
+    if log.is_file() and log.stat().st_size > LOG_LIMIT:
+        log.replace(log.with_suffix(".log.old"))
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)

@@ -289,7 +289,8 @@ class Server:
 
     def _greet(self, connection: Connection, hello: wire.Hello) -> Peer:
         if connection.peer is None:
-            connection.peer = Peer(connection.id, connection.pid or hello.pid, connection.uid, hello.label)
+            label = "".join(c if c.isprintable() else "?" for c in hello.label)  # it goes to logs and terminals
+            connection.peer = Peer(connection.id, connection.pid or hello.pid, connection.uid, label)
             self.store.state.peers[connection.id] = connection.peer
             self.shelf.put(connection.id, connection.sock)
             connection.deadline = None

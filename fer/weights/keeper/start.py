@@ -17,7 +17,7 @@ from fer import paths
 from fer.errors import KeeperUnavailable
 from fer.memory import fdpass
 from fer.weights.keeper import sockets
-from fer.weights.keeper.process import environment
+from fer.weights.keeper.process import apart, environment
 
 UNIT_PROPERTIES = (
     "Type=notify",
@@ -114,7 +114,8 @@ def _run_unit(directory: Path) -> bool:
 
 
 def _run_detached(directory: Path, timeout: float) -> None:
-    command = [sys.executable, "-P", "-m", "fer.weights.keeper", "--detach", "--runtime-dir", str(directory)]
+    command = [sys.executable, "-P", "-m", "fer.weights.keeper", "--detach", "--store", "minder"]
+    command += ["--runtime-dir", str(directory)]
     try:
         done = _run(command, timeout)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -127,7 +128,7 @@ def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         command,
         check=False,
-        env=environment(),
+        env=apart(environment()),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
