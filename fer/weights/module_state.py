@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-import torch
-
-from fer.weights.records import Leaf, ModuleState
+from fer.weights.records import ModuleState
 from fer.weights.state_restore import rehearse, restore
 from fer.weights.state_walk import Capture, capture
-from fer.weights.structure import Survey, first_difference, meta_leftovers, structure_digest, survey
+from fer.weights.structure import Survey, first_difference, meta_leftovers, structure_digest, survey, where_it_parts
 from fer.weights.walk_parts import LiveStorage
 
 __all__ = [
@@ -19,7 +17,6 @@ __all__ = [
     "ModuleState",
     "Survey",
     "capture",
-    "dtype_of",
     "first_difference",
     "matches",
     "meta_leftovers",
@@ -27,24 +24,8 @@ __all__ = [
     "restore",
     "structure_digest",
     "survey",
-    "tensor_names",
+    "where_it_parts",
 ]
-
-
-def dtype_of(leaf: Leaf) -> torch.dtype:
-    """The torch dtype of a recorded tensor.
-
-    Raises:
-        AttributeError: this torch has no such dtype.
-    """
-    found = getattr(torch, leaf.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def tensor_names(state: ModuleState) -> list[list[str]]:
-    """The paths of every plain tensor, by index; a registered path stands first."""
-    return [leaf.names for leaf in state.tensors]
 
 
 def matches(names: Iterable[str], patterns: Sequence[str]) -> bool:

@@ -212,9 +212,16 @@ class Wrapper(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, 
 
 
 class ModuleState(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, kw_only=True):
-    """Everything reachable from a loaded module that its skeleton lacks. ``nodes[0]`` is the module itself;
-    ``tensors`` are the plain ones, to which :class:`LeafRef` points."""
+    """Everything reachable from a loaded module that its skeleton lacks.
+
+    Attributes:
+        nodes: the first is the module itself.
+        tensors: the plain ones, to which :class:`LeafRef` points.
+        wrappers: the subclasses, to which :class:`WrapperRef` points.
+        outline: four bytes for each fact in the structure digest, so that a difference can be named, not only noticed.
+    """
 
     nodes: list[Node]
     tensors: list[Leaf]
     wrappers: list[Wrapper]
+    outline: bytes = b""

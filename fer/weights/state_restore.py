@@ -147,12 +147,12 @@ class _Restore:
     def _step(self, thing: Any, step: Step) -> Any:
         key: Any = step.key
         match step.kind:
+            case "child":
+                return thing._modules[key]
             case "param":
                 return thing._parameters[key]
             case "buffer":
                 return thing._buffers[key]
-            case "child":
-                return thing._modules[key]
             case "attr":
                 if isinstance(thing, functools.partial):
                     return thing.func

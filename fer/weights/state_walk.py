@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fer.weights import records, values, walk_nodes
+from fer.weights import records, structure, values, walk_nodes
 from fer.weights.pauses import without_gc
 from fer.weights.records import Keep, NodeRef, Place, Step, Value
 from fer.weights.tensor_walk import Tensors
@@ -65,7 +65,7 @@ def capture(module: nn.Module, skeleton: nn.Module | None = None) -> Capture:
         walk.module(module, UNKNOWN if skeleton is None else skeleton, None, "", 0)
         while walk.pending:
             walk.own_attributes(walk.pending.popleft())
-        state = walk_nodes.finish(walk.made, walk.tensors)
+        state = walk_nodes.finish(walk.made, walk.tensors, structure.outline(module))
     walk.tensors.close()
     return Capture(state=state, tensors=walk.tensors.live, storages=walk.tensors.storages)
 
@@ -231,10 +231,14 @@ class _Walk:
         return records.Partial(items, found)
 
     def _items(self, live: Any, base: Any, slot: Slot) -> list[Value]:
-        return [
-            self.value(item, part(base, key=n), slot.step(Step("item", n), f"{slot.path}[{n}]"))
-            for n, item in enumerate(live)
-        ]
+        items: list[Value] = []
+        for n, item in enumerate(live):
+            other = part(base, key=n)
+            if values.is_same_atom(item, other):  # long lists of numbers need no paths
+                items.append(KEEP)
+            else:
+                items.append(self.value(item, other, slot.step(Step("item", n), f"{slot.path}[{n}]")))
+        return items
 
     # --- mutable things
 
@@ -286,6 +290,8 @@ class _Walk:
         for name, live in mine.items():
             if skip_plain and values.is_plain(live):
                 continue
+            if not is_missing(theirs) and values.is_same_atom(live, theirs.get(name, NOTHING)):
+                continue
             slot = Slot(node=node, steps=(Step("attr", name),), path=dotted(node.path, name), depth=node.depth + 1)
             record = self.value(live, part(theirs, key=name), slot)
             if not isinstance(record, Keep):
@@ -325,6 +331,8 @@ class _Walk:
         if base is UNKNOWN or (base is not NOTHING and _same_keys(live, base)):
             changed: dict[int, Value] = {}
             for number, (key, item) in enumerate(dict.items(live)):
+                if not is_missing(theirs) and values.is_same_atom(item, theirs[number]):
+                    continue
                 found = self.value(item, part(theirs, key=number), self._key_slot(node, key, Step("at", number)))
                 if not isinstance(found, Keep):
                     changed[number] = found
@@ -348,7 +356,8 @@ class _Walk:
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in values.MODULE_SLOTS}
+    mine = values.attributes(module) if values.slots(type(module)) else vars(module)
+    return {name: value for name, value in mine.items() if name not in values.MODULE_SLOTS}
 
 
 def _same_class(base: Any, live: Any) -> bool:

@@ -72,6 +72,7 @@ OPAQUE_MODULES: Final = (
 """Objects whose class lives in these modules are never looked into: they hold no state of the model."""
 
 _ATOMS: Final = frozenset((bool, int, float, str, type(None)))
+_EXACT: Final = frozenset((bool, int, str, type(None)))
 _TEXTS: Final[dict[type, tuple[str, Callable[[Any], str]]]] = {
     complex: ("complex", repr),
     torch.dtype: ("dtype", lambda v: str(v).removeprefix("torch.")),
@@ -211,12 +212,17 @@ def same(left: Any, right: Any) -> bool:
     return encode(left, -1) == encode(right, -1)
 
 
+def is_same_atom(left: Any, right: Any) -> bool:
+    """:func:`same` for the commonest values; False says nothing."""
+    return type(left) is type(right) and type(left) in _EXACT and bool(left == right)
+
+
 def is_opaque(value: Any) -> bool:
     """Whether a thing that is neither tensor, module, container nor plain value must not be looked into."""
     return (
         isinstance(value, _NEVER)
         or _is_opaque_class(type(value))
-        or not (hasattr(value, "__dict__") or _slots(type(value)))
+        or not (hasattr(value, "__dict__") or slots(type(value)))
     )
 
 
@@ -266,7 +272,7 @@ def is_hashable_data(value: Any) -> bool:
 def attributes(thing: Any) -> dict[str, Any]:
     """Attributes of a plain object: its ``__dict__`` and whatever slots are filled. Runs no property."""
     found: dict[str, Any] = dict(thing.__dict__) if hasattr(thing, "__dict__") else {}
-    for name, slot in _slots(type(thing)).items():
+    for name, slot in slots(type(thing)).items():
         try:
             found[name] = slot.__get__(thing)
         except AttributeError:  # an empty slot
@@ -276,7 +282,7 @@ def attributes(thing: Any) -> dict[str, Any]:
 
 def set_attribute(thing: Any, name: str, value: Any) -> None:
     """Set an attribute beneath any ``__setattr__``, as a frozen dataclass or a configuration class needs it."""
-    slot = _slots(type(thing)).get(name)
+    slot = slots(type(thing)).get(name)
     if slot is not None:
         slot.__set__(thing, value)
     else:
@@ -285,7 +291,7 @@ def set_attribute(thing: Any, name: str, value: Any) -> None:
 
 def drop_attribute(thing: Any, name: str) -> None:
     """Remove an attribute beneath any ``__delattr__``; one that is absent is fine."""
-    slot = _slots(type(thing)).get(name)
+    slot = slots(type(thing)).get(name)
     if slot is None:
         thing.__dict__.pop(name, None)
         return
@@ -301,7 +307,8 @@ def is_namedtuple(value: Any) -> bool:
 
 
 @_once
-def _slots(cls: type) -> dict[str, Any]:
+def slots(cls: type) -> dict[str, Any]:
+    """Descriptors of the slots a class declares, itself or by inheritance, by the name they go by inside."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         names = base.__dict__.get("__slots__", ())

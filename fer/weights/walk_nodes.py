@@ -15,7 +15,7 @@ from fer.weights.walk_parts import Made, refuse
 SHARED: Final = "the loaded module and the empty one share this object, and it holds loaded state"
 
 
-def finish(made: list[Made], tensors: Tensors) -> records.ModuleState:
+def finish(made: list[Made], tensors: Tensors, outline: bytes) -> records.ModuleState:
     """The records of a walk.
 
     Raises:
@@ -33,6 +33,7 @@ def finish(made: list[Made], tensors: Tensors) -> records.ModuleState:
         nodes=[_node(made[index], numbers) for index in moved],
         tensors=[records.Leaf(**record) for record in tensors.records],
         wrappers=[records.Wrapper(**record) for record in tensors.wrappers],
+        outline=outline,
     )
 
 

@@ -80,7 +80,7 @@ def _bytes(t: torch.Tensor) -> bytes:
     """The elements, bit by bit, NaNs included."""
     if t.numel() == 0:
         return b""
-    return bytes(t.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+    return bytes(torch.empty(t.numel(), dtype=t.dtype).copy_(t.detach().flatten()).view(torch.uint8).tolist())
 
 
 def assert_same(left: nn.Module, right: nn.Module) -> None:

@@ -45,7 +45,7 @@ def copies_of(capture: module_state.Capture, record: manifest.Manifest) -> Calla
 
     def tensor(index: int) -> torch.Tensor:
         leaf = record.state.tensors[index]
-        empty = torch.empty(0, dtype=module_state.dtype_of(leaf))
+        empty = torch.empty(0, dtype=getattr(torch, leaf.dtype))
         return empty.set_(copies[leaf.storage], leaf.offset, tuple(leaf.shape), tuple(leaf.stride))
 
     return tensor

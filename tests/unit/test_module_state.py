@@ -179,6 +179,13 @@ class TestWhereTensorsHide:
         assert torch.equal(attached.slotted.hidden(), torch.ones(2))
         assert attached.frozen.factor == 2.5
 
+    def test_in_slots_of_a_module(self) -> None:
+        class Tight(nn.Module):
+            __slots__ = ("fused",)
+
+        done = roundtrip(Tight, lambda module: setattr(module, "fused", torch.ones(2)))
+        assert torch.equal(done.attached.fused, torch.ones(2))
+
     def test_weak_references_follow(self) -> None:
         done = roundtrip(lambda: nn.LSTM(3, 4, num_layers=2))
         attached = done.attached
@@ -336,7 +343,7 @@ class TestTorchModules:
 
         done = roundtrip(build)
         assert done.attached["head"].weight is done.attached["emb"].weight
-        assert module_state.tensor_names(done.record.state) == [["emb.weight", "head.weight"]]
+        assert [leaf.names for leaf in done.record.state.tensors] == [["emb.weight", "head.weight"]]
 
     def test_weights_tied_by_loading_alone(self) -> None:
         def build() -> nn.Module:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fer.weights import module_state
+from fer.weights import module_state, structure
 from tests.support.processes import ROOT
 from tests.support.state_modules import Helper, Layer
 
@@ -75,6 +75,16 @@ def test_the_first_difference_is_named() -> None:
     other.scale = 2.5
     assert module_state.first_difference(one, other) == "scale: None / scale: 2.5"
     assert module_state.first_difference(one, loaded()) == ""
+
+
+def test_an_outline_names_where_another_module_parts_from_it() -> None:
+    kept = structure.outline(loaded())
+    assert module_state.where_it_parts(loaded(), kept) == ""
+    other = loaded()
+    other.scale = 2.5
+    assert module_state.where_it_parts(other, kept) == "scale: 2.5"
+    del other.scale
+    assert module_state.where_it_parts(other, kept) == "it ends before the published one does"
 
 
 def test_leftovers_are_found_wherever_they_are() -> None:
