@@ -155,14 +155,14 @@ def bind(
         )
 
     module_state.restore(skeleton, record.state, tensor)
-    left = module_state.meta_leftovers(skeleton)
-    if left:
-        raise IntegrityError(f"{len(left)} tensors were left without memory, first {left[0]}")
-    structure = module_state.structure_digest(skeleton)
-    if structure != record.structure:
+    found = module_state.survey(skeleton)
+    if found.leftovers:
+        raise IntegrityError(f"{len(found.leftovers)} tensors were left without memory, first {found.leftovers[0]}")
+    if found.digest != record.structure:
         raise IntegrityError(
             "the attached module has not the published structure",
-            why=f"its digest is {structure[:16]}, published was {record.structure[:16]}",
+            why=f"its digest is {found.digest[:16]}, published was {record.structure[:16]}; they part at "
+            + (module_state.where_it_parts(skeleton, record.state.outline) or "no single fact"),
             fix="The edition is dropped and the weights are loaded again",
         )
     return copied

@@ -31,6 +31,7 @@ class Published:
     bytes: int
     slabs: int
     peak_extra: int
+    copy_s: float
     transport: str
     tensors: dict[str, torch.Tensor]
 
@@ -66,7 +67,8 @@ class Workshop:
         with span("lease"):
             leased = client.lease(edition)
         with leased:
-            record = manifest.decode(leased.manifest)
+            with span("read manifest"):
+                record = manifest.decode(leased.manifest)
             for kind in {slab.kind for slab in record.slabs}:
                 self._open_for(kind)
             with span("map"):
@@ -117,6 +119,7 @@ class Workshop:
             bytes=prepared.total,
             slabs=len(record.slabs),
             peak_extra=moved.peak_extra,
+            copy_s=moved.copy_s,
             transport=_transport(record),
             # Over the slabs, not the module's own tensors: the engine may have private copies of some and write them.
             tensors=attach.views(record, [m for m, _ in moved.slabs], self._by_kind),

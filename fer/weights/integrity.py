@@ -10,23 +10,24 @@ x[r, c] and gives
 
     A = sum over r of u(r) * sum over c of x[r, c]        B = sum over c of w(c) * sum over r of x[r, c]
 
-with u(r) = w(r mod 2**15) * w(r div 2**15) and w(i) the odd pseudo-random weights of :func:`_weights` (splitmix64, Steele, Lea and Flood, OOPSLA 2014). A moves
-when a word changes row, B when it changes column, both when its value changes. It is made against faults, not
-against a forger: sha256 is what stands against those.
+with u(r) = w(r mod 2**13) * w(r div 2**13) and w(i) the odd pseudo-random weights of :func:`_weights` (splitmix64,
+Steele, Lea and Flood, OOPSLA 2014). A moves when a word changes row, B when it changes column, both when its value
+changes. It is made against faults, not against a forger: sha256 is what stands against those.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
 
-COLUMNS = 4096
-"""Words in a row: 32 KiB, wide enough that both reductions of a GPU read at full bandwidth."""
+COLUMNS = 1 << 14
+"""Words in a row: 128 KiB, wide enough for full bandwidth and few enough rows to fold on the host."""
 
-_CHUNK_ROWS = 1 << 15
-"""Rows handled at a time (1 GiB): keeps every index in 32 bits, where torch's reductions are fastest."""
+_CHUNK_ROWS = 1 << 13
+"""Rows handled at a time (1 GiB): keeps every byte offset in 32 bits, where torch's reductions are fastest."""
 
 _SAMPLES = 64
 _PAGE = 4096
@@ -45,50 +46,61 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """The first ``count`` weights as int64; the same numbers on every device."""
+@functools.cache
+def _weights() -> torch.Tensor:
+    """w(0), w(1), ... for a row and for a chunk's rows, as int64 in host memory."""
 
     def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:  # logical shift: torch's >> keeps the sign of int64
         return (z >> bits) & ((1 << (64 - bits)) - 1)
 
-    z = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
+    z = torch.arange(1, COLUMNS + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ shifted(z, 27)) * _signed(0x94D049BB133111EB)
     return (z ^ shifted(z, 31)) | 1
 
 
-class _Weights:
-    """Weights of one device, made once for all its slabs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.rows = _weights(_CHUNK_ROWS, device)
-        self.columns = self.rows[:COLUMNS]
-
-
-def _fold(slab: torch.Tensor, weights: _Weights) -> torch.Tensor:
-    """A and B of one slab, as a device tensor of two int64; nothing waits for the device."""
+def _chunks(slab: torch.Tensor) -> list[torch.Tensor]:
+    """A slab as matrices of :data:`COLUMNS` words; what is left of a last row is filled up with zeros."""
     words = slab.view(torch.int64)
     whole = words.numel() // COLUMNS * COLUMNS
-    pieces = [words[:whole].view(-1, COLUMNS)] if whole else []
+    chunks = list(words[:whole].view(-1, COLUMNS).split(_CHUNK_ROWS)) if whole else []
     if whole < words.numel():
         tail = torch.zeros(1, COLUMNS, dtype=torch.int64, device=slab.device)
         tail[0, : words.numel() - whole] = words[whole:]
-        pieces.append(tail)
-    rows_total = torch.zeros((), dtype=torch.int64, device=slab.device)
-    columns = torch.zeros(COLUMNS, dtype=torch.int64, device=slab.device)
-    number = 0
-    for piece in pieces:
-        for chunk in piece.split(_CHUNK_ROWS):
-            row_sums = chunk.sum(dim=1)
-            # One more odd factor a chunk, so that equal rows of two chunks do not trade places unseen.
-            rows_total += (row_sums * weights.rows[: row_sums.numel()]).sum() * _signed(_splitmix64(number) | 1)
-            columns += chunk.sum(dim=0)
-            number += 1
-    return torch.stack((rows_total, (columns * weights.columns).sum()))
+        chunks.append(tail)
+    return chunks
+
+
+class _Sums:
+    """Sums of one slab, on its device: of each row, and of each column.
+
+    Both reductions are started at once and nothing waits for the device. They write into buffers made before, so that
+    they are the only kernels of a check: each further kind would cost a fresh process some milliseconds to load. The
+    rest is folded on the host.
+    """
+
+    def __init__(self, slab: torch.Tensor) -> None:
+        chunks = _chunks(slab)
+        self._lengths = [chunk.shape[0] for chunk in chunks]
+        self._rows = torch.empty(sum(self._lengths), dtype=torch.int64, device=slab.device)
+        columns = torch.empty(len(chunks), COLUMNS, dtype=torch.int64, device=slab.device)
+        for rows, column_sums, chunk in zip(self._rows.split(self._lengths), columns, chunks, strict=True):
+            torch.sum(chunk, dim=1, out=rows)
+            torch.sum(chunk, dim=0, out=column_sums)
+        self._columns = columns.sum(dim=0) if len(chunks) > 1 else columns[0]
+
+    def fold(self) -> str:
+        """A and B as hexadecimal digits; waits for the device."""
+        weights = _weights()
+        a = 0
+        for number, rows in enumerate(self._rows.cpu().split(self._lengths)):
+            a += int((rows * weights[: rows.numel()]).sum()) * (_splitmix64(number) | 1)
+        b = int((self._columns.cpu() * weights).sum())
+        return f"{a & _MASK:016x}{b & _MASK:016x}"
 
 
 def checksums(slabs: Sequence[torch.Tensor]) -> list[str]:
-    """Checksum of each slab, with one wait for the device in all.
+    """Checksum of each slab.
 
     Args:
         slabs: one-dimensional ``uint8`` tensors, each as long as its slab (a multiple of 8 bytes).
@@ -96,19 +108,8 @@ def checksums(slabs: Sequence[torch.Tensor]) -> list[str]:
     Returns:
         32 hexadecimal digits a slab.
     """
-    made: dict[torch.device, _Weights] = {}
-    folds = []
-    for slab in slabs:
-        if slab.device not in made:
-            made[slab.device] = _Weights(slab.device)
-        folds.append(_fold(slab, made[slab.device]))
-    if not folds:
-        return []
-    if len(made) == 1:
-        pairs = torch.stack(folds).tolist()
-    else:
-        pairs = [fold.tolist() for fold in folds]
-    return [f"{a & _MASK:016x}{b & _MASK:016x}" for a, b in pairs]
+    started = [_Sums(slab) for slab in slabs]  # all of them, before the first wait
+    return [sums.fold() for sums in started]
 
 
 def sample_pages(size: int) -> list[int]:

@@ -11,7 +11,7 @@ result over.
 from __future__ import annotations
 
 import gc
-import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +24,6 @@ from fer.memory.base import Backend
 from fer.memory.base import Mapping as SlabMapping
 from fer.weights import integrity, layout, manifest, module_state
 from fer.weights.storages import bytes_of, private_copy
-
-log = logging.getLogger("fer")
 
 Progress = Callable[[int, int], None]
 """Called with bytes moved and bytes in all."""
@@ -53,11 +51,21 @@ class Moved:
 
     Attributes:
         slabs: mapping and backend of each slab, in the order of the plan.
+        copy_s: seconds of copying alone, by the device's clock.
         peak_extra: most bytes of the device that were in use beyond those at the start, as its driver reported them.
     """
 
     slabs: list[tuple[SlabMapping, Backend]] = field(default_factory=list)
     peak_extra: int = 0
+    copy_s: float = 0.0
+
+
+@dataclass(kw_only=True)
+class _Filled:
+    """One slab's move: seconds its copies took, and the storages that something else still holds."""
+
+    seconds: float
+    left: list[str]
 
 
 def prepare(
@@ -152,10 +160,11 @@ def move(
         moved.slabs.append((mapping, backend))
         if slab.device in free_at_start:
             moved.peak_extra = max(moved.peak_extra, free_at_start[slab.device] - backend.room().free)
-        left = _fill(prepared.capture, slab, mapping, backend)
+        filled = _fill(prepared.capture, slab, mapping, backend)
+        moved.copy_s += filled.seconds
         if slab.device == "cuda":
-            torch.cuda.synchronize(backend.device)
             torch.cuda.empty_cache()
+        left = filled.left
         if left:
             raise PublishRefused(
                 f"{len(left)} storages are still in use after their tensors moved, first {left[0]}",
@@ -179,27 +188,44 @@ def _create(backend: Backend, size: int, address: int) -> SlabMapping:
         return backend.create(size, address=address)
 
 
-def _fill(capture: module_state.Capture, slab: layout.SlabPlan, mapping: SlabMapping, backend: Backend) -> list[str]:
-    """Move the storages of one slab; the names of those that something else still holds."""
-    watched = []
+def _fill(capture: module_state.Capture, slab: layout.SlabPlan, mapping: SlabMapping, backend: Backend) -> _Filled:
+    """Move the storages of one slab: copy all of them, then rebind their tensors, then let go of the old memory."""
+    lives = [capture.storages[index] for index, _ in slab.placed]
+    sources = [live.take() for live in lives]
+    targets = [
+        backend.storage(mapping, offset, live.nbytes) for live, (_, offset) in zip(lives, slab.placed, strict=True)
+    ]
+    watched = [(live.names[0], torch_private.WeakStorage(source)) for live, source in zip(lives, sources, strict=True)]
+    seconds = _copy([bytes_of(target) for target in targets], [bytes_of(source) for source in sources])
+    del sources
     with torch.no_grad():
-        for index, offset in slab.placed:
-            live = capture.storages[index]
-            source = live.take()
-            target = backend.storage(mapping, offset, live.nbytes)
-            bytes_of(target).copy_(bytes_of(source), non_blocking=True)
+        for live, target in zip(lives, targets, strict=True):
             for number in live.tensors:
                 tensor = capture.tensors[number]
                 # A plain view of the new storage; the object the engine holds stays the same.
                 tensor.data = torch_private.tensor_over(
                     target, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
                 )
-            watched.append((live.names[0], torch_private.WeakStorage(source)))
-            del source, target
     left = [(name, weak) for name, weak in watched if not weak.expired()]
     if left:
         gc.collect()  # garbage in reference cycles holds storages too, and is no one's second copy
-    return [name for name, weak in left if not weak.expired()]
+    return _Filled(seconds=seconds, left=[name for name, weak in left if not weak.expired()])
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float:
+    """Copy the bytes of one slab, back to back; seconds by the device's own clock where it has one."""
+    if not targets or targets[0].device.type != "cuda":
+        begin = time.perf_counter()
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        return time.perf_counter() - begin
+    begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+    done.record()
+    done.synchronize()
+    return begun.elapsed_time(done) / 1e3
 
 
 def seal(prepared: Prepared, moved: Moved) -> manifest.Manifest:

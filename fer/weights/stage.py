@@ -51,9 +51,11 @@ class WeightsStage(Stage):
             start.engine.adopt(start.engine.load())
             start.report.stage("weights", path="off", why="mode=off" if options.weights else "weights=false")
             return
-        identity = start.engine.identity()
+        with start.report.step("identity"):
+            identity = start.engine.identity()
         quantization.check(identity.quantization, identity.quantization_config)
-        client, note = connect(options, label=f"{identity.engine} {identity.model}")
+        with start.report.step("connect"):
+            client, note = connect(options, label=f"{identity.engine} {identity.model}")
         if client is None:
             _load_unkept(start, note)
             return
@@ -85,7 +87,8 @@ class _Attempt:
         self.identity, self.client, self.note = identity, client, note
         self.kept = self.timed_out = False
         self.workshop = Workshop(self.engine, self.options, self.report)
-        self.lookup = Lookup(client, identity, self.workshop.backend)
+        with self.report.step("fingerprint"):
+            self.lookup = Lookup(client, identity, self.workshop.backend)
 
     def run(self) -> None:
         deadline = time.monotonic() + self.options.wait_s
@@ -243,6 +246,7 @@ class _Attempt:
             bytes=published.bytes,
             slabs=published.slabs,
             peak_extra_bytes=published.peak_extra,
+            copy_s=round(published.copy_s, 6),
             evicted=evicted,
             transport=published.transport,
         )

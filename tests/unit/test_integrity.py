@@ -48,7 +48,6 @@ def test_checksums_of_many_are_those_of_each() -> None:
 def test_a_chunk_border_changes_nothing_but_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large slabs are folded chunk by chunk: with small chunks every single flip must still show."""
     monkeypatch.setattr(integrity, "_CHUNK_ROWS", 2)
-    monkeypatch.setattr(integrity, "_weights", lambda count, device: _long_weights(device))
     slab = random_bytes(7 * ROW)
     before = integrity.checksums([slab])
     for row in range(7):
@@ -57,10 +56,6 @@ def test_a_chunk_border_changes_nothing_but_the_factor(monkeypatch: pytest.Monke
         slab[row * ROW + 17] ^= 1
     swapped = torch.cat([slab[2 * ROW : 4 * ROW], slab[: 2 * ROW], slab[4 * ROW :]])
     assert integrity.checksums([swapped]) != before
-
-
-def _long_weights(device: torch.device) -> torch.Tensor:
-    return torch.tensor([integrity._signed(integrity._splitmix64(i) | 1) for i in range(integrity.COLUMNS)], device=device)
 
 
 @pytest.mark.parametrize("bit", range(8))

@@ -27,7 +27,7 @@ from fer.weights.keeper.shelf import Shelf
 NEAR_LIMIT = 16
 """Near misses told to a client."""
 SLAB_LIMIT = 4000
-"""Descriptors of slabs the keeper holds in all: the fd store of its unit has room for 4096."""
+"""Descriptors of slabs the keeper holds in all: the fd store of its unit has room for 8192 of all kinds."""
 
 
 @dataclass

@@ -223,6 +223,7 @@ class Groups:
                 published=self.state.publications,
                 used=now,
                 order=self.state.tick(),
+                exporter=member.peer if any(slab.kind == "cuda-ipc" for slab in member.slabs) else "",
                 leases=[member.peer],
             )
             del self.state.transactions[member.id]
@@ -244,6 +245,10 @@ class Groups:
         """A connection closed: nothing it had not finished stays."""
         for claim in [c for c in self.state.claims if c.peer == peer.id]:
             self._lose(claim.key, peer, f"rank {claim.key.rank} ({peer.pid} {peer.label}".rstrip() + ") went away")
+        for edition in [e for e in self.state.editions.values() if e.exporter == peer.id]:
+            if edition.id in self.state.editions:  # another of its batch may have taken it along
+                why = f"its exporter ({peer.pid} {peer.label}".rstrip() + ") went away"
+                self.store.drop(self.store.batch(edition.batch), "lost", why)
         for launch in self.state.launches:
             if peer.id in launch.peers:
                 launch.peers.remove(peer.id)

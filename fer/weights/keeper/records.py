@@ -33,7 +33,8 @@ class Edition(Struct):
     """A visible edition.
 
     ``batch`` is shared by the editions of one launch: they came together and go together. ``published`` and ``order``
-    count publications and uses; ``leases`` are ids of peers; ``payloads`` are shelf names by payload.
+    count publications and uses; ``leases`` are ids of peers; ``payloads`` are shelf names by payload. ``exporter`` is
+    the peer whose process has to live for the memory to stay (legacy CUDA IPC), empty where the descriptors suffice.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Edition(Struct):
     published: int
     used: float
     order: int
+    exporter: str = ""
     leases: list[str] = field(default_factory=list)
 
     @property

@@ -413,7 +413,6 @@ class Server:
                 # The store first hears that this is no crash: a minder would start us again with what it still has.
                 store.send("STOPPING=1")
                 self.shelf.drop(self.shelf.names())
-                store.barrier()
         except OSError as error:
             log.warning("the fd store does not answer: %s", error)
         self.shelf.close()

@@ -71,20 +71,20 @@ class Shelf:
         self.secure()
 
     def drop(self, names: Iterable[str]) -> None:
-        """Close descriptors, here and in the store; unknown names are no error. Raises OSError: the store is gone."""
-        trouble: OSError | None = None
-        for name in names:
-            fd = self._fds.pop(name, None)
-            if fd is None:
-                continue
-            fd.close()
-            if self.store is not None and trouble is None:
-                try:
-                    self.store.remove(name)
-                except OSError as error:
-                    trouble = error
-        if trouble is not None:
-            raise trouble
+        """Close descriptors, here and in the store; unknown names are no error.
+
+        Waits for the store: whoever asked for room is about to allocate what this frees.
+
+        Raises:
+            OSError: the store is gone; everything is closed here.
+        """
+        dropped = [name for name in names if name in self._fds]
+        for name in dropped:
+            self._fds.pop(name).close()
+        if self.store is not None and dropped:
+            for name in dropped:
+                self.store.remove(name)
+            self.store.barrier()
 
     def close(self) -> None:
         """Close everything here, and leave the store as it is."""

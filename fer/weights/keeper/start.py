@@ -22,7 +22,7 @@ from fer.weights.keeper.process import apart, environment
 UNIT_PROPERTIES = (
     "Type=notify",
     "NotifyAccess=main",
-    "FileDescriptorStoreMax=4096",
+    "FileDescriptorStoreMax=8192",
     "Restart=on-failure",
     "RestartForceExitStatus=75",
     "RestartSec=0",
