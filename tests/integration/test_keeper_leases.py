@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fer.errors import LeasesStand, Refused
-from tests.support.keeper import PAGE, Keeper, engine_at, key, publish, wait_until
+from tests.support.keeper import PAGE, Keeper, engine_at, key, publish
 from tests.support.processes import Children
 
 
@@ -124,7 +124,7 @@ def test_a_reader_killed_at_any_step_leaves_nothing(keeper: Keeper, children: Ch
         assert [info.edition for info in status.editions] == [edition]
         assert status.editions[0].holders == []
         assert keeper.descriptors() == before
-        wait_until(lambda: keeper.stored() == stored, "the store has what it had before")
+        assert keeper.stored() == stored
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_a_hundred_killed_readers_leave_the_keeper_as_it_was(keeper: Keeper, chi
                 memory = resident(keeper.pid)
         observer.status()
         assert keeper.descriptors() == before
-        wait_until(lambda: keeper.stored() == stored, "the store has what it had before")
+        assert keeper.stored() == stored
         assert resident(keeper.pid) <= memory + 512 * 1024
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from fer.errors import ProtocolError, Refused
 from fer.memory.fd import Fd
-from fer.memory.seal import read_sealed
+from fer.memory.seal import read_sealed, sealed_bytes
 from fer.weights.client import SlabInfo
 from fer.weights.keeper import offsets
-from tests.support.keeper import PAGE, Keeper, begin, engine_at, key, publish, slab, wait_until
+from tests.support.keeper import PAGE, Keeper, begin, engine_at, gpu_slab, key, publish, slab, wait_until
 from tests.support.processes import Children
 
 
@@ -142,6 +142,35 @@ def test_a_lost_edition_is_dropped_with_its_group(keeper: Keeper) -> None:
     assert "reader" in lost
 
 
+def test_memory_that_lives_with_its_exporter_goes_with_it(keeper: Keeper) -> None:
+    with keeper.client("reader") as reader:
+        with keeper.client("exporter") as exporter:
+            transaction = exporter.begin(key(gpu="GPU-1"), fields=b"", checkpoint=b"", total=1 << 30).transaction
+            with sealed_bytes("handle", b"legacy handle") as fd:
+                exporter.add_slabs(transaction, [(SlabInfo("cuda-ipc", 1 << 30), fd)])
+            edition = exporter.commit(transaction, b"manifest", wait_s=1).edition
+            exporter.release(edition)
+            reader.lease(edition).close()
+            assert reader.status().editions[0].transport == "cuda-ipc"
+        assert reader.status().editions == []
+    [lost] = keeper.events("lost")
+    assert "exporter" in lost
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_slabs_stay_within_what_was_announced(keeper: Keeper, size: int) -> None:
+    with keeper.client() as client, gpu_slab() as fd:
+        of = key(gpu="GPU-1")
+        transaction = client.begin(of, fields=b"", checkpoint=b"", total=2 * offsets.ALIGNMENT).transaction
+        infos = [(SlabInfo("cuda", offsets.ALIGNMENT), fd)] * size
+        if size == 1:
+            client.add_slabs(transaction, infos)
+        else:
+            with pytest.raises(Refused) as caught:
+                client.add_slabs(transaction, infos)
+            assert caught.value.fields["code"] == "too_big"
+
+
 @pytest.mark.parametrize("kind", ["unsealed", "wrong size", "file", "pipe", "wrong kind"])
 def test_what_is_no_slab_ends_the_connection(keeper: Keeper, kind: str, tmp_path: Path, no_fd_leak: None) -> None:
     before = keeper.descriptors()
@@ -184,7 +213,7 @@ def test_a_publisher_killed_at_any_step_leaves_nothing_unfinished(
             observer.evict(edition.edition)
         assert observer.status().editions == []
         assert keeper.descriptors() == before
-        wait_until(lambda: keeper.stored() == stored, "the store has what it had before")
+        assert keeper.stored() == stored
         publish(observer, key())
 
 

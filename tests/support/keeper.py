@@ -32,14 +32,21 @@ def slab(byte: bytes = b"x", size: int = PAGE) -> Fd:
     return sealed_bytes("slab", byte * size)
 
 
+def gpu_slab() -> Fd:
+    """What the keeper takes for a slab of a GPU: a descriptor of the driver, or where there is none, a likeness."""
+    if os.path.exists("/dev/nvidiactl"):
+        return Fd(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC))
+    return Fd(os.eventfd(0))
+
+
 def begin(client: KeeperClient, of: Key, *, checkpoint: bytes = b"checkpoint", slabs: int = 1, size: int = PAGE) -> str:
     """A transaction with all its slabs, not committed."""
-    kind = "host" if of.gpu == "host" else "cuda-ipc"
     transaction = client.begin(
         of, fields=b"fields of " + of.group.encode(), checkpoint=checkpoint, total=slabs * size
     ).transaction
-    with slab(size=size) as fd:
-        client.add_slabs(transaction, [(SlabInfo(kind, size), fd)] * slabs)
+    info = SlabInfo("host" if of.gpu == "host" else "cuda", size)
+    with slab(size=size) if of.gpu == "host" else gpu_slab() as fd:
+        client.add_slabs(transaction, [(info, fd)] * slabs)
     return transaction
 
 

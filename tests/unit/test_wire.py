@@ -87,7 +87,7 @@ GARBAGE = {
     "empty": b"",
     "short": b"FE",
     "header only": b"FER",
-    "other magic": b"XXX\x01\x80",
+    "other magic": b"ABC\x01\x80",
     "no body": wire.HEADER,
     "pickle": pickle.dumps({"op": "hello"}),
     "pickle in a frame": wire.HEADER + pickle.dumps({"op": "hello"}),
