@@ -90,7 +90,7 @@ def evict_all() -> None:
 def _attach_rows(results: Results, name: str, model: str, tensors: int, total: int) -> None:
     for verify in ("off", "fast"):
         runs = [child(attach, model, tensors, total, verify) for _ in range(RUNS)]
-        steps = ("attach", "lease", "map", "skeleton", "bind", "weights") if verify == "off" else ("verify", "attach+verify", "weights")
+        steps = ("attach", "lease", "map", "skeleton", "read manifest", "bind", "weights") if verify == "off" else ("verify", "attach+verify", "weights")
         for step in steps:
             results.add(f"{name}, verify={verify}, {step} (ms)", spread([run[step] for run in runs]))
         assert not any(run["moved"] for run in runs), "slabs were not at their recorded addresses"

@@ -12,6 +12,7 @@ from fer.memory.base import Backend
 from fer.memory.open import open_backend
 from fer.weights import attach, manifest, module_state, publish
 from fer.weights.client import KeeperClient, Key
+from fer.weights.pauses import without_gc
 from fer.weights.wire import SlabInfo
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ class Workshop:
             SlabLost, MappingError, IntegrityError: its memory is not there, or not what was published.
             KeeperError: the edition went away meanwhile.
         """
+        with without_gc():
+            return self._attach(client, edition)
+
+    def _attach(self, client: KeeperClient, edition: str) -> attach.Attached:
         skeleton = self._skeleton()
         span = self._report.step
         with span("lease"):
