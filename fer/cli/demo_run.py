@@ -5,30 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from fer.cli.output import emit, err, escape, out, size
-from fer.errors import FerError, IntegrityError, WaitTimeout, from_dict
+from fer.cli.processes import DEATH_LIMIT_S, kill_and_wait, line_of, sweep, terminated_like_interrupted
+from fer.errors import FerError, IntegrityError, from_dict
 from fer.report import Report, comparison_table
 
 START_LIMIT_S = 1800.0
 """Seconds an engine may take to start: large models load for many minutes from slow disks."""
-
-DEATH_LIMIT_S = 30.0
-"""Seconds a killed process may take to be gone; the kernel frees large memory meanwhile."""
 
 
 @dataclass(kw_only=True)
@@ -93,7 +87,7 @@ class Stage:
         )
         self.engines.append(process)
         with self.console.status(f"starting ({label})"):
-            said = json.loads(_line(process, START_LIMIT_S) or "{}")
+            said = json.loads(line_of(process, START_LIMIT_S) or "{}")
         if "error" in said:
             raise from_dict(said["error"])
         if not said:
@@ -114,6 +108,7 @@ class Stage:
         weights_s = report.phase_s("weights")
         self.say(f"  pid {process.pid}: weights [bold]{started.path}[/] in {weights_s:.3f} s of {report.total_s:.2f} s")
         self.say(f"  {escape(started.why)}")
+        self.say(f"  {_steps(report)}")
         self.say(f"  answer: [green]{escape(started.answer)}[/]")
         return started
 
@@ -129,14 +124,7 @@ class Stage:
 
         with KeeperClient.connect(self.runtime_dir, label="fer demo") as client:
             old = client.status()
-        pidfd = os.pidfd_open(old.pid)
-        try:
-            os.kill(old.pid, signal.SIGKILL)
-            with selectors.DefaultSelector() as selector:
-                selector.register(pidfd, selectors.EVENT_READ)
-                selector.select(DEATH_LIMIT_S)
-        finally:
-            os.close(pidfd)
+        kill_and_wait(old.pid)
         # The listening socket lives on in the store: this connect waits in its queue for the successor.
         with KeeperClient.connect(self.runtime_dir, label="fer demo", timeout=DEATH_LIMIT_S) as client:
             new = client.status()
@@ -159,42 +147,14 @@ class Stage:
         # Nothing listens where no engine came far enough to start a keeper.
         with contextlib.suppress(FerError), KeeperClient.connect(self.runtime_dir, label="fer demo") as client:
             client.stop(force=True)
+        sweep(self.runtime_dir)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
 
-def _line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
-    """The one line that the process writes to its stdout; empty where it ends without it.
-
-    Raises:
-        WaitTimeout: neither happened in time.
-    """
-    assert process.stdout is not None
-    descriptor, collected, deadline = process.stdout.fileno(), b"", time.monotonic() + limit_s
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while not collected.endswith(b"\n"):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise WaitTimeout(f"the engine gave no answer in {limit_s:.0f} s", fix="Try a smaller model")
-            piece = os.read(descriptor, 1 << 16)
-            if not piece:
-                break
-            collected += piece
-    return collected
-
-
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP become KeyboardInterrupt, so that what was started is ended then as well."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    former = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+def _steps(report: Report) -> str:
+    """The steps of the weights phase with their times, in order."""
+    steps = [span for span in report.spans if span.parent == "weights"]
+    return ", ".join(f"{span.name} {1000 * span.seconds:.1f} ms" for span in sorted(steps, key=lambda span: span.start))
 
 
 def run(model: Path | None, *, device: str, question: str, html: Path | None, home: Path | None, as_json: bool) -> None:
@@ -215,7 +175,7 @@ def run(model: Path | None, *, device: str, question: str, html: Path | None, ho
     else:
         console.print(f"Model: {escape(str(model))}")
     page = html or home / "demo" / "waterfall.html"
-    with _terminated_like_interrupted():
+    with terminated_like_interrupted():
         runtime_dir = Path(tempfile.mkdtemp(prefix="fer-demo-"))
         stage = Stage(runtime_dir, home, model, device, question, console)
         try:

@@ -46,23 +46,25 @@ def test_the_demo_recovers_the_same_tokens_twice(model: Path, tmp_path: Path) ->
         assert {"python", "tokenizer", "weights", "server"} <= set(phases)
     assert data["html"] == str(page)
     HTMLParser().feed(page.read_text("utf-8"))
+    for words in ("Paris", "SIGKILL to engine", "SIGKILL to keeper", "256.6 MiB"):
+        assert words in done.err
     assert _left_over(os.environ["FER_HOME"]) == []
 
 
-def test_the_text_has_table_and_page(model: Path) -> None:
-    done = fer("demo", "--model", model, "--device", "cpu", limit_s=LIMIT_S)
-    assert done.code == 0, done.err
-    for words in ("Paris", "SIGKILL to keeper", "all but weights", "same", "waterfall.html"):
-        assert words in done.out
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_ends_all_it_started(children: Children, model: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "fer", "demo", "--model", str(model), "--device", "cpu"]
-    demo = children.spawn(command)
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        pytest.param(signal.SIGINT, "1. Cold start", id="SIGINT while an engine starts"),
+        pytest.param(signal.SIGTERM, "SIGKILL to engine", id="SIGTERM while the keeper holds weights"),
+    ],
+)
+def test_an_interrupted_demo_ends_all_it_started(
+    children: Children, model: Path, number: signal.Signals, moment: str
+) -> None:
+    demo = children.spawn([sys.executable, "-m", "fer", "demo", "--model", str(model), "--device", "cpu"])
     assert demo.stdout is not None
     seen = ""
-    while "SIGKILL to engine" not in seen:
+    while moment not in seen:
         assert select.select([demo.stdout], [], [], LIMIT_S)[0], seen
         seen += (line := demo.stdout.readline())
         assert line, seen
