@@ -29,6 +29,9 @@ GIB = 1 << 30
 DESCRIPTORS_WANTED = 4096
 """Open files the keeper should be allowed: a few dozen slabs an edition, a connection an engine, and room to spare."""
 
+GPU_ROOM = 0.1
+"""Share of a GPU's memory that should be free before an engine starts there."""
+
 SOCKET_PATH_LIMIT = 107
 """Bytes of a path that a socket address holds."""
 
@@ -308,13 +311,21 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding("GPU", "ok", f"no GPU ({why}): host memory is used")
         return
     for gpu in machine.gpus:
-        found = f"{gpu.name}, {gpu.uuid}, {gpu.total / GIB:.0f} GiB"
-        if gpu.mig:
+        found = f"{gpu.name}, {gpu.uuid}, {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
+        if gpu.total and gpu.free < GPU_ROOM * gpu.total:
+            held = ", among them editions of the keeper (fer status)" if _held_on(machine, gpu.uuid) else ""
+            fix = "fer evict, or end what nvidia-smi lists; engines that attach need room for their KV cache only"
+            yield Finding(f"GPU {gpu.pci_bus}", "warn", f"{found}{held}", fix)
+        elif gpu.mig:
             instances = f"MIG is on with {len(gpu.instances)} instances; an edition belongs to one instance"
             fix = "Name the instance in CUDA_VISIBLE_DEVICES by its MIG UUID; MIG has not been tested"
             yield Finding(f"GPU {gpu.pci_bus}", "warn", f"{found}; {instances}", fix)
         else:
             yield Finding(f"GPU {gpu.pci_bus}", "ok", found)
+
+
+def _held_on(machine: Machine, uuid: str) -> bool:
+    return not isinstance(machine.keeper, FerError) and any(e.gpu == uuid for e in machine.keeper.editions)
 
 
 def check_visible_devices(machine: Machine) -> Iterator[Finding]:

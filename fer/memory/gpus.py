@@ -28,6 +28,7 @@ class Gpu:
         index: place among the listed GPUs in PCI bus order.
         name: marketing name.
         total: bytes of memory, 0 where unknown.
+        free: bytes nobody used when the inventory was made.
         mig: MIG mode is on; CUDA then sees the instances, never the GPU itself.
         instances: ``"MIG-..."`` UUIDs of its MIG instances.
     """
@@ -37,6 +38,7 @@ class Gpu:
     index: int
     name: str
     total: int = 0
+    free: int = 0
     mig: bool = False
     instances: tuple[str, ...] = ()
 
@@ -261,6 +263,7 @@ def _describe(nvml: _Nvml, handle: ctypes.c_void_p) -> Gpu:
         index=0,
         name=nvml.text("nvmlDeviceGetName", handle),
         total=memory.total,
+        free=memory.free,
         mig=mig,
         instances=_instances(nvml, handle) if mig else (),
     )

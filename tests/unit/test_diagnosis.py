@@ -16,7 +16,7 @@ from fer.errors import DriverError, KeeperUnavailable, PeerRefused
 from fer.memory.gpus import Gpu
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
-H200 = Gpu(uuid=UUID, pci_bus="0000:1b:00.0", index=0, name="NVIDIA H200", total=141 << 30)
+H200 = Gpu(uuid=UUID, pci_bus="0000:1b:00.0", index=0, name="NVIDIA H200", total=141 << 30, free=140 << 30)
 
 
 def machine(*, gpus: Any = None, keeper: Any = None, **fields: Any) -> Machine:
@@ -77,6 +77,15 @@ def test_visible_devices(setting: str | None, level: str, words: str) -> None:
     found = only(diagnosis.check_visible_devices, machine(gpus=[H200], environ=environ))
     assert found.level == level
     assert words in found.found
+
+
+def test_a_full_gpu_is_pointed_out_and_who_may_hold_it() -> None:
+    full = Gpu(uuid=UUID, pci_bus="0000:1b:00.0", index=0, name="NVIDIA H200", total=141 << 30, free=2 << 30)
+    found = only(diagnosis.check_gpus, machine(gpus=[full]))
+    assert (found.level, "fer evict" in found.fix) == ("warn", True)
+    assert "2.0 of 141.0 GiB free" in found.found
+    keeper = SimpleNamespace(editions=[SimpleNamespace(gpu=UUID)])
+    assert "editions of the keeper" in only(diagnosis.check_gpus, machine(gpus=[full], keeper=keeper)).found
 
 
 def test_mig_is_pointed_out() -> None:
