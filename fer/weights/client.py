@@ -200,7 +200,7 @@ class KeeperClient:
         Raises:
             Refused: ``launches_met`` or ``group_failed``: this launch lost its part and loads without publishing.
         """
-        return self._call(wire.TakeClaim(0, key=key, seen=self._seen, wait_s=wait_s), Claim, wait_s=wait_s)
+        return self._call(wire.TakeClaim(0, key=key, seen=self._seen, wait_s=_bounded(wait_s)), Claim, wait_s=wait_s)
 
     def unclaim(self) -> None:
         """Give back every claim of this connection."""
@@ -273,7 +273,7 @@ class KeeperClient:
         """
         with sealed_bytes("fer-manifest", manifest) as fd:
             return self._call(
-                wire.Commit(0, transaction=transaction, wait_s=wait_s), Committed, fds=[fd], wait_s=wait_s
+                wire.Commit(0, transaction=transaction, wait_s=_bounded(wait_s)), Committed, fds=[fd], wait_s=wait_s
             )
 
     def abort(self, transaction: str) -> None:
@@ -318,7 +318,9 @@ class KeeperClient:
 
     def acquire_role(self, role: str, *, wait_s: float) -> bool:
         """Become the only holder of a role, waiting at most ``wait_s`` seconds in order of asking."""
-        return self._call(wire.AcquireRole(0, role=role, wait_s=wait_s), wire.RoleAnswer, wait_s=wait_s).acquired
+        return self._call(
+            wire.AcquireRole(0, role=role, wait_s=_bounded(wait_s)), wire.RoleAnswer, wait_s=wait_s
+        ).acquired
 
     def release_role(self, role: str) -> None:
         """Give a role back; nothing happens where it is not held."""
@@ -354,7 +356,7 @@ class KeeperClient:
         with self._lock:
             self._seq += 1
             frame = wire.encode(msgspec.structs.replace(request, seq=self._seq))
-            deadline = time.monotonic() + (self._timeout if limit_s is None else limit_s) + wait_s
+            deadline = time.monotonic() + (self._timeout if limit_s is None else limit_s) + _bounded(wait_s)
             try:
                 self._sock.settimeout(max(deadline - time.monotonic(), 0.001))
                 fdpass.send(self._sock, frame, fds)
@@ -423,6 +425,11 @@ def _open(directory: Path, deadline: float) -> socket.socket:
     except BaseException:
         sock.close()
         raise
+
+
+def _bounded(wait_s: float) -> float:
+    """A wait as the wire carries it; whoever wants to wait for ever waits a week."""
+    return min(max(wait_s, 0.0), wire.WAIT_LIMIT_S)
 
 
 def _owners(directory: Path) -> tuple[int, ...]:

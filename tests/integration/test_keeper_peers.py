@@ -231,6 +231,36 @@ def test_concurrent_clients_are_all_served(keeper: Keeper) -> None:
         assert len(first.status().editions[0].holders) == 1
 
 
+def test_close_ends_a_call_of_another_thread(keeper: Keeper, no_fd_leak: None) -> None:
+    with keeper.client() as holder:
+        assert holder.acquire_role("active", wait_s=0)
+        client = keeper.client()
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                client.acquire_role("active", wait_s=float("inf"))
+            except KeeperUnavailable as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        wait_until(lambda: len(keeper.status().waiting) == 1, "it waits")
+        client.close()
+        thread.join(WAIT_S)
+        assert len(errors) == 1
+        client.close()
+
+
+def test_labels_and_reasons_are_one_printable_line(keeper: Keeper) -> None:
+    with keeper.client("evil\n\x1b[2Jlabel") as client:
+        assert client.status().connections[0].label == "evil??[2Jlabel"
+        client.report_lost(publish(client, key()), "a\nb" * 1000)
+        [lost] = [event.text for event in client.status().events if event.kind == "lost"]
+        assert lost.isprintable()
+        assert len(lost) <= 500
+
+
 def test_a_client_is_not_shared_with_a_forked_child(keeper: Keeper) -> None:
     with keeper.client() as client:
         read, write = os.pipe()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from fer.memory.fd import Fd
+from fer.memory.fdpass import close_all
 from fer.memory.seal import sealed_bytes
 from fer.weights.client import KeeperClient, Key, SlabInfo, Status
 from fer.weights.keeper.start import keeper_pid
@@ -44,9 +45,13 @@ def begin(client: KeeperClient, of: Key, *, checkpoint: bytes = b"checkpoint", s
     transaction = client.begin(
         of, fields=b"fields of " + of.group.encode(), checkpoint=checkpoint, total=slabs * size
     ).transaction
-    info = SlabInfo("host" if of.gpu == "host" else "cuda", size)
-    with slab(size=size) if of.gpu == "host" else gpu_slab() as fd:
-        client.add_slabs(transaction, [(info, fd)] * slabs)
+    on_host = of.gpu == "host"
+    # Each slab a file of its own, as real ones are: systemd keeps a file once, whatever names it is given.
+    fds = [slab(size=size) if on_host else gpu_slab() for _ in range(slabs)]
+    try:
+        client.add_slabs(transaction, [(SlabInfo("host" if on_host else "cuda", size), fd) for fd in fds])
+    finally:
+        close_all(fds)
     return transaction
 
 

@@ -14,6 +14,7 @@ log = logging.getLogger("fer.keeper")
 
 EVENTS = 256
 """How many events are remembered."""
+EVENT_CHARACTERS = 500
 
 
 class Store:
@@ -31,7 +32,8 @@ class Store:
         self.noted = False
 
     def note(self, kind: str, text: str) -> None:
-        """Remember and log an event."""
+        """Remember and log an event. Peers have a say in the text, so it is made one short printable line."""
+        text = "".join(c if c.isprintable() else " " for c in text[:EVENT_CHARACTERS])
         log.info("%s: %s", kind, text)
         self.noted = True
         self.state.events.append(Event(at=time.time(), kind=kind, text=text))
