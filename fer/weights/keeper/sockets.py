@@ -48,8 +48,8 @@ def lock(directory: Path) -> Fd:
 
 def sign(fd: Fd) -> None:
     """Write our pid into the lock file, for people and for the message above."""
-    os.ftruncate(fd.fileno(), 0)
-    os.pwrite(fd.fileno(), f"{os.getpid()}\n".encode(), 0)
+    # One write of one length: whoever reads meanwhile sees the old pid or the new one.
+    os.pwrite(fd.fileno(), f"{os.getpid():<10}\n".encode(), 0)
 
 
 def listen(directory: Path, *, others: bool) -> socket.socket:
