@@ -204,6 +204,42 @@ def test_weights_outlive_publisher_and_keeper(keeper: Keeper, children: Children
             assert [read_sealed(fd, PAGE) for _, fd in leased.slabs] == [b"x" * PAGE] * 2
 
 
+def test_clients_at_work_never_notice_a_keeper_killed_again_and_again(children: Children, runtime_dir: Path) -> None:
+    keeper = Keeper(children, runtime_dir, FER_KEEPER_BUDGET_EDITIONS="9")
+    finished, errors, cycles = threading.Event(), [], [0, 0, 0]
+
+    def work(number: int) -> None:
+        try:
+            while not finished.is_set():
+                with keeper.client(f"worker {number}") as client:
+                    of = key(f"group {number}", launch=f"launch {cycles[number]}")
+                    found = client.find(of).candidates
+                    if found:
+                        assert [info.edition for info in client.evict(found[0].edition)] == [found[0].edition]
+                    assert client.claim(of, wait_s=WAIT_S).outcome == "claimed"
+                    with client.lease(publish(client, of, slabs=5)) as leased:
+                        assert len(leased.slabs) == 5
+                cycles[number] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(6):
+        before = sum(cycles)
+        keeper.kill()
+        # On to the next kill once the successor has served every one of them for a while, or one of them gave up.
+        wait_until(lambda least=before + 6: sum(cycles) >= least or bool(errors), "they go on")
+    finished.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert errors == []
+    status = keeper.status()
+    assert status.restarts == 6
+    assert (status.pending, status.claims, len(status.editions)) == ([], [], 3)
+
+
 # --- the minder ---
 
 
