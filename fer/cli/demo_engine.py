@@ -7,6 +7,7 @@ the demo.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from pathlib import Path
@@ -45,6 +46,8 @@ def _import_model_code(engine: TransformersEngine) -> None:
 
     for name in ("AutoTokenizer", "AutoModelForCausalLM", "StaticCache", engine.identity().architecture):
         getattr(transformers, name, None)  # a class from the model folder's own code is not among them
+    # Millions of objects of modules, which live as long as the process: the collector need not visit them again.
+    gc.freeze()
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
