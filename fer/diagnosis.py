@@ -262,7 +262,7 @@ def check_keeper(machine: Machine) -> Iterator[Finding]:
         yield Finding("keeper", "warn", f"pid {kept.pid} runs unprotected: its death would lose the weights", fix)
     else:
         held = sum(edition.bytes for edition in kept.editions)
-        found = f"pid {kept.pid}, {len(kept.editions)} editions, {held / GIB:.1f} GiB, protected by {kept.protection}"
+        found = f"pid {kept.pid}, {len(kept.editions)} edition(s), {held / GIB:.1f} GiB, protected by {kept.protection}"
         yield Finding("keeper", "ok", found)
         if kept.protection == "systemd":
             yield from _descriptor_store(kept.pid, machine.proc)

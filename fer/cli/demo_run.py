@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fer.cli.output import emit, err, escape, out, size
+from fer.cli.output import count, emit, err, escape, out, size
 from fer.cli.processes import DEATH_LIMIT_S, kill_and_wait, line_of, sweep, terminated_like_interrupted
 from fer.errors import FerError, IntegrityError, from_dict
 from fer.report import Report, comparison_table
@@ -130,7 +130,7 @@ class Stage:
             new = client.status()
         held = sum(edition.bytes for edition in new.editions)
         self.say(
-            f"SIGKILL to keeper {old.pid}: dead. Its successor {new.pid} holds {len(new.editions)} edition(s), "
+            f"SIGKILL to keeper {old.pid}: dead. Its successor {new.pid} holds {count(len(new.editions), 'edition')}, "
             f"{size(held)}, by the descriptors that its {new.protection} kept.\n"
         )
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fer.cli.output import escape, table
+from fer.cli.output import escape, place, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +49,9 @@ class Explanation:
         return {"would_attach": self.would_attach, **asdict(self)}
 
     def print(self, console: Console) -> None:
-        console.print(f"{escape(self.model)} on {self.gpu}, fingerprint {self.group[:12]}, rank {escape(self.rank)}")
+        console.print(
+            f"{escape(self.model)} on {self.gpu}, fingerprint {self.group[:12]}, rank {escape(place(self.rank))}"
+        )
         if self.would_attach:
             console.print(f"[green]would attach[/] edition {self.edition[:12]}: {escape(self.why)}")
             return
@@ -60,8 +62,8 @@ class Explanation:
             for reason in self.reasons:
                 console.print(f"  {escape(reason)}")
         for near in self.near:
-            place = "" if near.gpu == self.gpu else f", held on {near.gpu}"
-            console.print(f"  edition {near.edition[:12]}{place}, rank {escape(near.rank)}:")
+            held = "" if near.gpu == self.gpu else f", held on {near.gpu}"
+            console.print(f"  edition {near.edition[:12]}{held}, rank {escape(place(near.rank))}:")
             rows = table("field", "here", "kept")
             for name, here, kept in near.differences:
                 rows.add_row(escape(name), escape(here), escape(kept))

@@ -80,10 +80,17 @@ def guarded(as_json: bool = False) -> Iterator[None]:
         raise typer.Exit(code_of(error)) from None
 
 
+class _Stderr(logging.Handler):
+    """Writes to what ``sys.stderr`` is at that moment: a progress bar takes its place to stay below the text."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def log_to_stderr(level: str = "info") -> None:
     """Show FER's log, the one line a stage among it, on stderr."""
     logger = logging.getLogger("fer")
-    handler = logging.StreamHandler()
+    handler = _Stderr()
     handler.setFormatter(logging.Formatter("fer: %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(level.upper())
@@ -114,6 +121,16 @@ def size(count: int | None) -> str:
             break
         amount /= 1024
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """``"1 edition"``, ``"2 editions"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def place(rank: str) -> str:
+    """A rank's coordinates for people: only groups of more than one, ``"single"`` where there are none."""
+    return ",".join(part for part in rank.split(",") if not part.endswith("/1")) or "single"
 
 
 def ago(created: float) -> str:

@@ -105,7 +105,8 @@ def _progress(engine: TransformersEngine, *, shown: bool) -> Iterator[None]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
     with Progress(*columns, console=err(), transient=True) as bar:
-        task = bar.add_task(escape(engine.folder.name), total=engine.estimated_bytes() or None)
+        total = engine.estimated_bytes()
+        task = bar.add_task(escape(engine.folder.name), total=total or None)
         used = _used_memory(engine.device)
         ended = threading.Event()
 
@@ -113,7 +114,9 @@ def _progress(engine: TransformersEngine, *, shown: bool) -> Iterator[None]:
             before = used()
             while not ended.wait(_POLL_S):
                 before = min(before, used())
-                bar.update(task, completed=used() - before)
+                taken = used() - before
+                # Imports take memory too, and publishing some more for a moment.
+                bar.update(task, completed=min(taken, total) if total else taken)
 
         watcher = threading.Thread(target=watch, name="fer-progress", daemon=True)
         watcher.start()

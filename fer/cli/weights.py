@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fer.cli.exit_codes import MISS
 from fer.cli.flags import Device, Home, Model, RuntimeDir, SlabBytes, Transport, Verify
-from fer.cli.output import JsonFlag, ago, emit, escape, guarded, log_to_stderr, size, table
+from fer.cli.output import JsonFlag, ago, emit, escape, guarded, log_to_stderr, place, size, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,8 +75,8 @@ def _print_status(console: Console, found: Any) -> None:
         users = ", ".join(holder(user) for user in edition.holders)
         rows.add_row(
             edition.edition[:12],
-            escape(model_of(edition.fields)),
-            escape(edition.rank),
+            escape(Path(model_of(edition.fields)).name),
+            escape(place(edition.rank)),
             edition.gpu,
             size(edition.bytes),
             str(edition.slabs),
