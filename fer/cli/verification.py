@@ -85,7 +85,7 @@ def _read(client: KeeperClient, info: EditionInfo, full: bool) -> str:
         mappings = attach.map_slabs(record, leased.slabs, backends)
         for mapping in mappings:
             undo.callback(mapping.close)
-        found = attach.check_slabs(record, mappings, backends, "full")
+        found = attach.Check(record, mappings, backends, "full").finish()
         if full:
             # The views are gone before the mappings are closed under them.
             found += _compare_digests(record, mappings, backends, leased.digests)

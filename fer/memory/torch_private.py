@@ -6,6 +6,7 @@ and a contract test walks that table on every supported torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -46,6 +47,11 @@ NAMES: Final = (
         seen=("2.11.0", "2.13.0", "2.14.1"),
     ),
     PrivateName(
+        path="Tensor._base",
+        purpose="a view keeps the tensor it was taken from alive, and with that its storage: both have to move",
+        seen=("2.11.0", "2.13.0"),
+    ),
+    PrivateName(
         path="_C._cuda_customAllocator",
         purpose="let torch allocate inside the arena's named ranges",
         seen=("2.11.0", "2.14.1"),
@@ -62,6 +68,7 @@ def lookup(path: str) -> Any:
     return found
 
 
+@functools.cache  # asked for each of thousands of tensors
 def _need(path: str) -> Any:
     found = lookup(path)
     if found is None:
@@ -71,6 +78,11 @@ def _need(path: str) -> Any:
             fix="Use a torch release listed in fer.memory.torch_private.NAMES, or report it.",
         )
     return found
+
+
+@functools.cache
+def _device(device: torch.device | str) -> torch.device:
+    return torch.device(device)
 
 
 def storage_over(address: int, device: torch.device | str, nbytes: int, owner: object) -> torch.UntypedStorage:
@@ -84,7 +96,7 @@ def storage_over(address: int, device: torch.device | str, nbytes: int, owner: o
     if nbytes == 0:
         return torch.UntypedStorage(0, device=torch.device(device))
     make = _need("_C._construct_storage_from_data_pointer")
-    storage: torch.UntypedStorage = make(address, torch.device(device), nbytes)
+    storage: torch.UntypedStorage = make(address, _device(device), nbytes)
     # torch keeps a storage's Python object for as long as the C++ storage lives, though no Python reference is left,
     # and drops it with the storage. That makes an attribute the right place for the owner; the contract test holds it.
     storage._fer_owner = owner  # type: ignore[attr-defined]
@@ -125,6 +137,20 @@ def tensor_over(
         raise FerBug(f"a tensor of {reach * dtype.itemsize} bytes over a storage of {storage.nbytes()}")
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     return tensor.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload, no-any-return]
+
+
+def rebind(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage) -> None:
+    """Put tensors, and the tensors they are views of, over another storage with the same bytes.
+
+    Their Python objects stay the same, with their shapes, strides and offsets (``tensor.data = ...``; ``set_`` is
+    refused by inference tensors).
+    """
+    bases = {id(tensor._base): tensor._base for tensor in tensors if tensor._base is not None}
+    with torch.no_grad():
+        for tensor in (*tensors, *bases.values()):
+            tensor.data = tensor_over(
+                storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            )
 
 
 class WeakStorage:

@@ -75,30 +75,51 @@ def map_slabs(
             fd.close()
 
 
-def check_slabs(
-    record: manifest.Manifest, mappings: Sequence[SlabMapping], backends: Mapping[str, Backend], verify: Verify
-) -> str:
-    """Compare slabs with the manifest, as far as ``verify`` says; returns what was compared.
+class Check:
+    """A comparison of mapped slabs with their manifest, begun at once and waited for in :meth:`finish`.
 
     ``fast`` reads every byte of a GPU's slabs where they are; host slabs are write-sealed by the kernel (checked when
-    they were mapped), so samples stand for the rest. ``full`` reads every byte of both.
-
-    Raises:
-        IntegrityError: a slab differs.
+    they were mapped), so samples stand for the rest. ``full`` reads every byte of both. A GPU works while the host
+    binds the module; nothing may be adopted before :meth:`finish` has returned.
     """
-    if verify == "off":
-        return "off"
-    views = [bytes_of(backends[r.kind].storage(m, 0, m.size)) for r, m in zip(record.slabs, mappings, strict=True)]
-    whole = [n for n, r in enumerate(record.slabs) if r.kind != "host" or verify == "full"]
-    for n, found in zip(whole, integrity.checksums([views[n] for n in whole]), strict=True):
-        _same(n, "checksum", record.slabs[n].checksum, found)
-    for n, slab in enumerate(record.slabs):
-        if n not in whole:
-            _same(n, "samples", slab.samples, integrity.samples(views[n]))
-    if verify == "full":
-        return "every byte"
-    kinds = {"seals and samples" if r.kind == "host" else "checksums" for r in record.slabs}
-    return " and ".join(sorted(kinds)) or "nothing to compare"
+
+    def __init__(
+        self,
+        record: manifest.Manifest,
+        mappings: Sequence[SlabMapping],
+        backends: Mapping[str, Backend],
+        verify: Verify,
+    ) -> None:
+        self._record, self._verify = record, verify
+        self._views: list[torch.Tensor] = []
+        self._whole: list[int] = []
+        self._sums: integrity.Checksums | None = None
+        if verify == "off":
+            return
+        self._views = [
+            bytes_of(backends[r.kind].storage(m, 0, m.size)) for r, m in zip(record.slabs, mappings, strict=True)
+        ]
+        self._whole = [n for n, r in enumerate(record.slabs) if r.kind != "host" or verify == "full"]
+        self._sums = integrity.Checksums([self._views[n] for n in self._whole])
+
+    def finish(self) -> str:
+        """What was compared.
+
+        Raises:
+            IntegrityError: a slab differs.
+        """
+        if self._sums is None:
+            return "off"
+        slabs = self._record.slabs
+        for n, found in zip(self._whole, self._sums.result(), strict=True):
+            _same(n, "checksum", slabs[n].checksum, found)
+        for n, slab in enumerate(slabs):
+            if n not in self._whole:
+                _same(n, "samples", slab.samples, integrity.samples(self._views[n]))
+        if self._verify == "full":
+            return "every byte"
+        kinds = {"seals and samples" if slab.kind == "host" else "checksums" for slab in slabs}
+        return " and ".join(sorted(kinds)) or "nothing to compare"
 
 
 def _same(slab: int, what: str, published: str, found: str) -> None:

@@ -12,6 +12,7 @@ from fer.memory.base import Backend
 from fer.memory.open import open_backend
 from fer.weights import attach, manifest, module_state, publish
 from fer.weights.client import KeeperClient, Key
+from fer.weights.drawing import WithoutDrawing
 from fer.weights.pauses import without_gc
 from fer.weights.wire import SlabInfo
 
@@ -53,7 +54,7 @@ class Workshop:
         self._by_kind: dict[str, Backend] = {host.kind: host, self.backend.kind: self.backend}
 
     def _skeleton(self) -> nn.Module:
-        with self._report.step("skeleton"), torch.device("meta"):
+        with self._report.step("skeleton"), torch.device("meta"), WithoutDrawing():
             return self._engine.build()
 
     def attach(self, client: KeeperClient, edition: str) -> attach.Attached:
@@ -78,10 +79,12 @@ class Workshop:
                 self._open_for(kind)
             with span("map"):
                 mappings = attach.map_slabs(record, leased.slabs, self._by_kind)
-        with span("verify"):
-            verified = attach.check_slabs(record, mappings, self._by_kind, self._options.verify)
+        with span("begin check"):
+            check = attach.Check(record, mappings, self._by_kind, self._options.verify)
         with span("bind"):
             copied = attach.bind(skeleton, record, mappings, self._by_kind, mutable=self._engine.mutable)
+        with span("finish check"):
+            verified = check.finish()
         return attach.Attached(
             module=skeleton,
             manifest=record,

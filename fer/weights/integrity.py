@@ -99,17 +99,24 @@ class _Sums:
         return f"{a & _MASK:016x}{b & _MASK:016x}"
 
 
-def checksums(slabs: Sequence[torch.Tensor]) -> list[str]:
-    """Checksum of each slab.
+class Checksums:
+    """Checksums of several slabs: all are begun before the first is waited for.
 
     Args:
         slabs: one-dimensional ``uint8`` tensors, each as long as its slab (a multiple of 8 bytes).
-
-    Returns:
-        32 hexadecimal digits a slab.
     """
-    started = [_Sums(slab) for slab in slabs]  # all of them, before the first wait
-    return [sums.fold() for sums in started]
+
+    def __init__(self, slabs: Sequence[torch.Tensor]) -> None:
+        self._begun = [_Sums(slab) for slab in slabs]
+
+    def result(self) -> list[str]:
+        """32 hexadecimal digits a slab; waits for the device."""
+        return [sums.fold() for sums in self._begun]
+
+
+def checksums(slabs: Sequence[torch.Tensor]) -> list[str]:
+    """Checksum of each slab, see :class:`Checksums`."""
+    return Checksums(slabs).result()
 
 
 def sample_pages(size: int) -> list[int]:

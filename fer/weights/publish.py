@@ -198,14 +198,8 @@ def _fill(capture: module_state.Capture, slab: layout.SlabPlan, mapping: SlabMap
     watched = [(live.names[0], torch_private.WeakStorage(source)) for live, source in zip(lives, sources, strict=True)]
     seconds = _copy([bytes_of(target) for target in targets], [bytes_of(source) for source in sources])
     del sources
-    with torch.no_grad():
-        for live, target in zip(lives, targets, strict=True):
-            for number in live.tensors:
-                tensor = capture.tensors[number]
-                # A plain view of the new storage; the object the engine holds stays the same.
-                tensor.data = torch_private.tensor_over(
-                    target, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-                )
+    for live, target in zip(lives, targets, strict=True):
+        torch_private.rebind([capture.tensors[number] for number in live.tensors], target)
     left = [(name, weak) for name, weak in watched if not weak.expired()]
     if left:
         gc.collect()  # garbage in reference cycles holds storages too, and is no one's second copy
@@ -281,10 +275,6 @@ def give_private_copies(prepared: Prepared, patterns: Sequence[str]) -> list[str
         if not live.nbytes or not module_state.matches(live.names, patterns):
             continue
         tensors = [prepared.capture.tensors[number] for number in live.tensors]
-        private = private_copy(tensors[0].untyped_storage())
-        for tensor in tensors:
-            tensor.data = torch_private.tensor_over(
-                private, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-            )
+        torch_private.rebind(tensors, private_copy(tensors[0].untyped_storage()))
         copied += live.names
     return copied

@@ -40,7 +40,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "move": (publish, "move"),
     "seal": (publish, "seal"),
     "map": (attach, "map_slabs"),
-    "check": (attach, "check_slabs"),
+    "check": (attach.Check, "finish"),
     "bind": (attach, "bind"),
     "create": (HostBackend, "create"),
     "map-one": (HostBackend, "attach"),
