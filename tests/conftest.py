@@ -11,10 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import zygote
 from tests.support.descriptors import leaked, open_descriptors
 from tests.support.processes import Children, kill_all_with
 
 _FOREIGN = ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "NOTIFY_SOCKET")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_zygote_ends() -> Iterator[None]:
+    yield
+    zygote.shared.end()
 
 
 @pytest.fixture(autouse=True)

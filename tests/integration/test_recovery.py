@@ -211,7 +211,12 @@ def test_an_engine_that_writes_shared_weights_dies_alone(children: Children, fol
 
 def test_other_parallel_sizes_are_named(children: Children, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start(children, folder).result()
-    row = start(children, folder, ranks={"tp_size": 2, "tp_rank": 1, "local_size": 2, "launch": "x"}, options={"on_miss": "fail"}).result()
+    row = start(
+        children,
+        folder,
+        ranks={"tp_size": 2, "tp_rank": 1, "local_size": 2, "launch": "x"},
+        options={"on_miss": "fail"},
+    ).result()
     assert row["error"]["kind"] == "Miss"
     assert "tp" in row["error"]["why"]
 

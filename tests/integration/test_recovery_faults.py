@@ -170,7 +170,9 @@ def test_where_only_leased_editions_are_left_the_error_says_who_and_how_much(chi
         assert len(client.status().editions) == 1
 
 
-def test_the_keeper_and_its_parent_die_and_the_engine_goes_on(children: Children, folder: Path, runtime_dir: Path) -> None:
+def test_the_keeper_and_its_parent_die_and_the_engine_goes_on(
+    children: Children, folder: Path, runtime_dir: Path
+) -> None:
     from tests.support.processes import kill_and_wait, with_variable
 
     first = start(children, folder)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import zygote
+
 WAIT_S = 20.0
 """Seconds; the bound of every wait for a process in tests."""
 
@@ -21,7 +23,7 @@ class Children:
     """Child processes of one test; :meth:`end` kills those that are left, with what they started in their group."""
 
     def __init__(self) -> None:
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[subprocess.Popen[str] | zygote.Forked] = []
 
     def spawn(self, arguments: Sequence[str | Path], **options: Any) -> subprocess.Popen[str]:
         """Start a command in a session of its own; its output is piped as text unless ``options`` say otherwise."""
@@ -34,7 +36,13 @@ class Children:
         """Start this interpreter on a piece of code."""
         return self.spawn([sys.executable, "-c", code, *arguments], **options)
 
-    def kill(self, child: subprocess.Popen[str]) -> None:
+    def fork(self, module: str, *arguments: str, **options: Any) -> zygote.Forked:
+        """``python -m module``, forked from a process that has imported torch; see :mod:`tests.support.zygote`."""
+        child = zygote.shared.fork(module, *arguments, **options)
+        self._started.append(child)
+        return child
+
+    def kill(self, child: subprocess.Popen[str] | zygote.Forked) -> None:
         """SIGKILL, and wait until it is gone."""
         child.kill()
         child.wait(WAIT_S)
@@ -44,6 +52,7 @@ class Children:
         for child in self._started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
+            child.kill()  # one that was forked may not have its own group yet
             child.wait(WAIT_S)
             for pipe in (child.stdin, child.stdout, child.stderr):
                 if pipe is not None:

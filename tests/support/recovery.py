@@ -13,16 +13,26 @@ from typing import Any
 from fer.weights.client import KeeperClient
 from tests.support.descriptors import Open, open_descriptors
 from tests.support.processes import Children
+from tests.support.zygote import Forked
 
 WAIT_S = 60.0
 
 
 class EngineProcess:
-    """One engine in a process; see ``tests/support/engine_child.py`` for what may be asked."""
+    """One engine in a process; see ``tests/support/engine_child.py`` for what may be asked.
 
-    def __init__(self, children: Children, folder: Path, **asked: Any) -> None:
-        command = [sys.executable, "-m", "tests.support.engine_child", json.dumps({"folder": str(folder), **asked})]
-        self.process = children.spawn(command, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
+    Args:
+        fresh: start an interpreter of its own, which takes seconds; otherwise the engine's process is forked.
+    """
+
+    def __init__(self, children: Children, folder: Path, *, fresh: bool = False, **asked: Any) -> None:
+        module, argument = "tests.support.engine_child", json.dumps({"folder": str(folder), **asked})
+        streams = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process: subprocess.Popen[str] | Forked
+        if fresh:
+            self.process = children.spawn([sys.executable, "-m", module, argument], **streams)
+        else:
+            self.process = children.fork(module, argument, **streams)
         self.log: list[str] = []
 
     def row(self) -> dict[str, Any]:
