@@ -30,6 +30,8 @@ OTHER_VARIABLES = {
     "FER_CONFIG": "settings file to read in place of ./fer.toml and the user's own",
     "FER_TORCH_INDEX": "package index the install script takes torch from",
     "FER_PYTHON": "interpreter the scripts use",
+    "FER_EXTRAS": "optional parts the install script installs",
+    "FER_TEST_WORKERS": "processes the test script uses",
     "FER_BENCH_OUT": "folder the benchmarks write their results to",
 }
 """``FER_*`` variables that are no setting of a class here, with what they are for."""
