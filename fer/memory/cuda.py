@@ -143,8 +143,6 @@ class CudaBackend(Backend):
                         self._allow(where, length, self._vmm.read)
                     except DriverError as error:
                         raise self._trouble(error, length) from error
-                for each in held:
-                    self._check_device(each.address)
                 undo.pop_all()
         finally:
             for fd, _, _ in slabs:
@@ -218,6 +216,7 @@ class CudaBackend(Backend):
             ) from error
         fd.close()
         try:
+            self._check_device(handle)
             where, reserved = self._place(size, address)
             undo.callback(self._unplace, where, size, reserved)
             try:
@@ -231,12 +230,16 @@ class CudaBackend(Backend):
             driver.quietly("cuMemRelease", handle)  # from here on the mapping alone keeps the memory
         return _Held(where, size, reserved, None)
 
-    def _check_device(self, address: int) -> None:
-        kind = driver.bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    def _check_device(self, handle: Any) -> None:
+        """Refuse memory of another card: it would map, through peer access, and be read over the link for good.
+
+        The handle's properties tell where it lies, in this process's numbers. Asking the mapped pointer does not: for
+        memory of this kind the driver answers device 0, wherever it is (seen on driver 580, two GPUs).
+        """
         try:
-            ordinal = int(driver.call("cuPointerGetAttribute", kind, address))
+            ordinal = int(driver.call("cuMemGetAllocationPropertiesFromHandle", handle).location.id)
         except DriverError as error:
-            raise self._trouble(error, 0) from error
+            raise SlabLost("a kept descriptor imports as nothing the driver knows", why=str(error)) from error
         if ordinal != self._cuda.ordinal:
             raise MappingError(
                 f"a slab lies on cuda:{ordinal}, not on {self.device}",

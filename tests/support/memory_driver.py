@@ -225,8 +225,12 @@ class FakeDriver:
         self.handles[handle] = int(text[5:])
         return (OK, handle)
 
+    def cuMemGetAllocationPropertiesFromHandle(self, handle: Any) -> Any:
+        return (OK, SimpleNamespace(location=SimpleNamespace(type="device", id=self.holder_ordinal)))
+
     def cuPointerGetAttribute(self, kind: str, address: int) -> Any:
-        return (OK, self.holder_ordinal if kind == "ordinal" else int(self._block(address) is not None))
+        # The real driver answers device 0 for shared memory wherever it lies, so this is nothing to decide by.
+        return (OK, 0 if kind == "ordinal" else int(self._block(address) is not None))
 
     def cuMemAlloc(self, size: int) -> Any:
         if self.used() + size > self.total:

@@ -125,7 +125,12 @@ def test_attached_slabs_side_by_side_take_one_access_call(fake: FakeDriver, no_f
     assert not fake.mapped
 
 
-STEPS = ("cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess", "cuPointerGetAttribute")
+STEPS = (
+    "cuMemImportFromShareableHandle",
+    "cuMemGetAllocationPropertiesFromHandle",
+    "cuMemMap",
+    "cuMemSetAccess",
+)
 
 
 @pytest.mark.parametrize("call", STEPS)
