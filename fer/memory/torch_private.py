@@ -47,6 +47,11 @@ NAMES: Final = (
         seen=("2.11.0", "2.13.0", "2.14.1"),
     ),
     PrivateName(
+        path="_foreach_copy_",
+        purpose="copy many small storages in a few launches",
+        seen=("2.11.0", "2.13.0"),
+    ),
+    PrivateName(
         path="Tensor._base",
         purpose="a view keeps the tensor it was taken from alive, and with that its storage: both have to move",
         seen=("2.11.0", "2.13.0"),
@@ -151,6 +156,12 @@ def rebind(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage) -> No
             tensor.data = tensor_over(
                 storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
             )
+
+
+def copy_many(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target, all on one device and of one dtype; the device may still be at it on return."""
+    with torch.no_grad():
+        _need("_foreach_copy_")(list(targets), list(sources))
 
 
 class WeakStorage:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,14 @@ from fer.weights.client import KeeperClient
 
 log = logging.getLogger("fer")
 
+_STOP_S = 5.0
+"""Seconds that the end of a process waits at most for its digests to stop; what they do between two looks is short."""
+
 
 class Digests(threading.Thread):
     """Computes the digests of one edition after its first load and hands them to the keeper.
 
-    The thread is a daemon and stops between two pieces of work when :meth:`cancel` is called or the process ends; an
+    The thread stops between two pieces of work when :meth:`cancel` is called or the process ends; an
     edition without digests is as good as any, it only cannot be recognised after its checkpoint was copied or touched,
     and ``fer verify --full`` has no tensor digests to compare.
     """
@@ -38,6 +43,11 @@ class Digests(threading.Thread):
         self._client, self._edition = client, edition
         self._files, self._loaded_from, self._tensors = files, loaded_from, tensors
         self._cancelled = threading.Event()
+
+    def start(self) -> None:
+        """Start; the end of the process stops the thread first."""
+        super().start()
+        _stop_at_exit(weakref.ref(self))
 
     def cancel(self) -> None:
         """Stop soon; does not wait."""
@@ -74,3 +84,17 @@ class Digests(threading.Thread):
                 return
             digests[name] = digest
         self._client.annotate(self._edition, digests=json.dumps(digests).encode())
+
+
+def _stop_at_exit(reference: weakref.ref[Digests]) -> None:
+    def stop() -> None:
+        digests = reference()
+        if digests is not None and digests.is_alive():
+            digests.cancel()
+            digests.join(_STOP_S)
+
+    # Where there is the choice, before the interpreter waits for the threads that hash files: it does so before any
+    # function of atexit, and an engine would not end before all of its checkpoint was hashed. A thread that is not
+    # joined at all may be in torch when the interpreter goes away, and abort the process.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(stop)

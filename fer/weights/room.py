@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from fer.errors import OutOfMemory
+from fer.memory import host
 from fer.memory.base import Backend
+from fer.weights import layout
 from fer.weights.client import KeeperClient
 from fer.weights.wire import EditionInfo
 
 GIB = 1 << 30
 
 
-def make(client: KeeperClient, backend: Backend, needed: int) -> list[EditionInfo]:
+def make(client: KeeperClient, backend: Backend, needed: int, *, publish: bool = True) -> list[EditionInfo]:
     """Evict unleased editions of the backend's GPU until ``needed`` bytes are free, least recently used first.
+
+    Args:
+        publish: also make room for what publishing needs beside the weights.
 
     Returns:
         What was evicted.
@@ -21,9 +26,10 @@ def make(client: KeeperClient, backend: Backend, needed: int) -> list[EditionInf
             in the way the engine is left to try: ``needed`` is an estimate.
     """
     free = backend.room().free
-    if needed <= free:
+    wanted = needed + (_beside(backend, needed) if publish else 0)
+    if wanted <= free:
         return []
-    answer = client.make_room(backend.gpu, needed - free)
+    answer = client.make_room(backend.gpu, wanted - free)
     free = backend.room().free
     if needed > free and answer.leased:
         holders = [
@@ -40,3 +46,9 @@ def make(client: KeeperClient, backend: Backend, needed: int) -> list[EditionInf
             holders=holders,
         )
     return list(answer.evicted)
+
+
+def _beside(backend: Backend, needed: int) -> int:
+    """Bytes of a device that publishing needs beside the weights: a slab to fill, and what a slab always leaves free."""
+    slab = min(needed, layout.slab_bytes(needed))
+    return slab + (host.spare(backend.room().total) if backend.kind == "host" else 0)

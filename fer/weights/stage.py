@@ -194,17 +194,19 @@ class _Attempt:
                 why=why,
                 fix="Raise wait_s, or set on_wait_timeout=load",
             )
-        evicted = self._make_room()
+        evicted = self._make_room(publish=False)
         self.engine.adopt(self.engine.load())
         self.report.stage("weights", path="loaded", why=self._with_note(why), published=False, evicted=evicted)
 
-    def _make_room(self) -> list[str]:
+    def _make_room(self, *, publish: bool) -> list[str]:
         """Evict what stands in the way; the same answer on every rank."""
         trouble: OutOfMemory | None = None
         evicted: list[str] = []
         try:
             with self.report.step("make room"):
-                found = room.make(self.client, self.workshop.backend, self.engine.estimated_bytes())
+                found = room.make(
+                    self.client, self.workshop.backend, self.engine.estimated_bytes(), publish=publish
+                )
             evicted = [info.edition for info in found]
         except OutOfMemory as error:
             trouble = error
@@ -213,7 +215,7 @@ class _Attempt:
         raise trouble or OutOfMemory("another rank of this launch has no room for its weights")
 
     def _load_and_publish(self, why: str) -> None:
-        evicted = self._make_room()
+        evicted = self._make_room(publish=True)
         before = checkpoint.stamp(self.identity.checkpoint)
         with self.report.step("load"):
             module = self.engine.load()

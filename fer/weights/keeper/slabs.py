@@ -23,7 +23,8 @@ def check_slab(info: SlabInfo, fd: Fd, gpu: str) -> None:
     Raises:
         ProtocolError: ``not_a_slab``.
     """
-    if (info.kind == HOST) != (gpu == HOST):
+    # The other way round is fine: a model on a GPU may keep some of its tensors in host memory.
+    if info.kind != HOST and gpu == HOST:
         raise ProtocolError(f"a slab of kind {info.kind} for {gpu}", code="not_a_slab")
     if info.kind == "host" and not seal.is_sealed_slab(fd, info.size):
         raise ProtocolError(f"a host slab must be a sealed memfd of its {info.size} bytes", code="not_a_slab")
