@@ -21,6 +21,8 @@
     │   ├── MappingError               a slab could not be mapped
     │   └── SlabLost                   a descriptor no longer imports
     ├── IntegrityError             kept bytes or structure differ from what was published
+    │   └── ArchiveError               an archive of graphs is damaged or cannot be written; says which section
+    ├── GraphRefused               a graph cannot be kept or restored; it is captured natively
     ├── PublishRefused             what was loaded cannot be published; the engine goes on with it
     └── FerBug                     our own invariant broke: please report
 
@@ -137,6 +139,14 @@ class SlabLost(MemoryFault):
 
 class IntegrityError(FerError):
     """Kept bytes or structure differ from what was published."""
+
+
+class ArchiveError(IntegrityError):
+    """An archive of graphs is damaged, of another format, or cannot be written. Field: ``section``."""
+
+
+class GraphRefused(FerError):
+    """A graph cannot be kept or restored; the engine captures it natively. Field: ``graph``."""
 
 
 class PublishRefused(FerError):

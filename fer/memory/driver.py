@@ -15,7 +15,7 @@ OUT_OF_MEMORY: Final = 2
 STREAM_CAPTURE: Final = frozenset({900, 901, 906, 908})
 """Codes of calls that are not allowed while a stream is being captured."""
 
-_EXPLANATIONS: Final = {
+EXPLANATIONS: Final = {
     1: "the driver found an argument out of range, or a handle or descriptor that is not what it must be",
     2: "the device has not enough free memory",
     3: "the driver is not initialised in this process; a process forked after CUDA was used cannot use it",
@@ -91,7 +91,7 @@ def check(name: str, result: tuple[Any, ...]) -> Any:
     code = int(status)
     if code:
         label = getattr(status, "name", str(code))
-        raise DriverError(f"{name} failed with {label} ({code})", why=_EXPLANATIONS.get(code, ""), call=name, code=code)
+        raise DriverError(f"{name} failed with {label} ({code})", why=EXPLANATIONS.get(code, ""), call=name, code=code)
     return values[0] if len(values) == 1 else tuple(values) or None
 
 

@@ -1,0 +1,1 @@
+"""The CUDA graph stage: graphs captured once are rebuilt in later processes. Import-free, since parts need no torch."""

@@ -1,0 +1,293 @@
+"""An archive of graphs on disk: tables, binaries, contents of small buffers, and the facts that decide its use.
+
+Reading, verifying, comparing and pruning need neither GPU nor torch. Parameter blocks and binaries that are equal are
+stored once. Binaries lie uncompressed at page boundaries, so that the driver can load them from the mapped file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from fer.cudagraph import sections
+from fer.cudagraph.records import (
+    ATTRIBUTE,
+    ATTRIBUTE_IDS,
+    EDGE,
+    FUNCTION_ATTRIBUTES,
+    NODE,
+    Array,
+    Function,
+    Graph,
+    Image,
+    Tables,
+)
+from fer.errors import ArchiveError
+
+SUFFIX: Final = ".fergraph"
+_RAW: Final = frozenset({"binaries"})
+_GRAPH: Final = np.dtype([("node", "<u8"), ("nodes", "<u8"), ("edge", "<u8"), ("edges", "<u8"), ("parent", "<i4")])
+_FUNCTION: Final = np.dtype(
+    [("image", "<i4"), ("layout", "<u4"), ("count", "<u4"), ("attributes", "<i4", FUNCTION_ATTRIBUTES)]
+)
+_LAYOUT: Final = np.dtype([("offset", "<u4"), ("size", "<u4")])
+_IMAGE: Final = np.dtype([("offset", "<u8"), ("size", "<u8"), ("digest", "V32")])
+_BLOCK: Final = np.dtype([("offset", "<u8"), ("size", "<u4")])
+_PAGE: Final = 4096
+_SMALL: Final = 64
+
+
+@dataclass(frozen=True)
+class Content:
+    """Bytes of one small buffer that kernels read and no step writes first: workspaces, semaphores, pointer tables."""
+
+    name: str
+    address: int
+    data: bytes
+
+
+@dataclass
+class Archive:
+    """A saved set of graphs.
+
+    Attributes:
+        facts: plain data: ``fingerprint`` (must match), ``ranges`` and ``owners`` (addresses), ``outputs`` and
+            ``inputs`` by graph, ``refused`` (graph to reasons), ``golden`` (output digests by checkpoint content).
+        digest: names this very file; empty for one that was not written yet.
+    """
+
+    tables: Tables
+    facts: dict[str, Any] = field(default_factory=dict)
+    contents: list[Content] = field(default_factory=list)
+    path: Path | None = None
+    digest: str = ""
+
+    def graph(self, name: str) -> Graph:
+        """A graph by name. Raises KeyError."""
+        return next(graph for graph in self.tables.top() if graph.name == name)
+
+
+def write(path: Path, archive: Archive) -> None:
+    """Write atomically.
+
+    Raises:
+        ArchiveError: the folder cannot be written to or the disk is full.
+    """
+    tables = archive.tables
+    nodes = np.concatenate([np.zeros(0, NODE), *(graph.nodes for graph in tables.graphs)])
+    edges = np.concatenate([np.zeros(0, EDGE), *(graph.edges for graph in tables.graphs)])
+    blocks, params, used = _deduplicated(tables.graphs)
+    binaries, images = _binaries(tables.images)
+    layouts, functions = _functions(tables.functions)
+    names = {
+        "graphs": [graph.name for graph in tables.graphs],
+        "functions": [function.name for function in tables.functions],
+        "trouble": [image.trouble for image in tables.images],
+        "globals": [[(name, value.hex()) for name, value in image.globals] for image in tables.images],
+        "contents": [(each.name, each.address, len(each.data)) for each in archive.contents],
+    }
+    sections.write(
+        path,
+        {
+            "facts": _dump(archive.facts),
+            "names": _dump(names),
+            "graphs": _graph_table(tables.graphs).tobytes(),
+            "nodes": nodes.tobytes(),
+            "edges": edges.tobytes(),
+            "used": used.tobytes(),
+            "blocks": blocks.tobytes(),
+            "params": params,
+            "functions": functions.tobytes(),
+            "layouts": layouts.tobytes(),
+            "attributes": b"".join(tables.attributes),
+            "images": images.tobytes(),
+            "contents": b"".join(each.data for each in archive.contents),
+            "binaries": binaries,
+        },
+        raw=_RAW,
+    )
+
+
+def read(path: Path, *, binaries: bool = True) -> Archive:
+    """Read everything but the binaries, which stay in the mapped file until :func:`check_image` looks at them.
+
+    Args:
+        binaries: False leaves them out altogether, for looking at the tables alone.
+
+    Raises:
+        ArchiveError: the file is damaged, in which section, or is no archive.
+    """
+    file = sections.Sections(path)
+    try:
+        return _assemble(file, binaries)
+    except ArchiveError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError) as error:  # sound checksums around unsound content
+        raise ArchiveError(f"{path} does not hold what an archive must", why=repr(error), section="names") from error
+
+
+def facts_of(path: Path) -> tuple[dict[str, Any], str]:
+    """The facts of an archive and its digest, without reading the rest. Raises ArchiveError."""
+    file = sections.Sections(path)
+    return json.loads(bytes(file.read("facts"))), file.digest
+
+
+def check_image(image: Image) -> None:
+    """Raises:
+    ArchiveError: the binary's bytes are not those that were saved.
+    """
+    if hashlib.sha256(image.data).hexdigest() != image.digest:
+        raise ArchiveError("a binary in the archive is damaged", why="its digest does not match", section="binaries")
+
+
+def _assemble(file: sections.Sections, binaries: bool) -> Archive:
+    def table(name: str, kind: np.dtype[Any]) -> Array:
+        return np.frombuffer(file.read(name), kind)
+
+    facts, names = json.loads(bytes(file.read("facts"))), json.loads(bytes(file.read("names")))
+    nodes, edges, used = table("nodes", NODE), table("edges", EDGE), table("used", np.dtype("<u4"))
+    blocks, params = table("blocks", _BLOCK), table("params", np.dtype("<u1"))
+    if len(used) != len(nodes) or (len(used) and int(used.max()) >= len(blocks)):
+        raise ValueError("nodes without a parameter block")
+    graphs = []
+    for name, row in zip(names["graphs"], table("graphs", _GRAPH), strict=True):
+        part = slice(int(row["node"]), int(row["node"] + row["nodes"]))
+        arcs = edges[int(row["edge"]) : int(row["edge"] + row["edges"])]
+        inside = nodes[part]
+        gathered = _gather(params, blocks[used[part]])
+        if len(gathered) != int(inside["size"].sum(dtype=np.int64)):
+            raise ValueError(f"the parameters of {name} have another length than its nodes say")
+        if len(arcs) and max(int(arcs["source"].max()), int(arcs["target"].max())) >= len(inside):
+            raise ValueError(f"an edge of {name} leads outside of it")
+        graphs.append(Graph(name, inside, arcs, gathered, int(row["parent"])))
+    tables = Tables(
+        graphs=graphs,
+        functions=_read_functions(names["functions"], table("functions", _FUNCTION), table("layouts", _LAYOUT)),
+        images=_read_images(names, table("images", _IMAGE), file.view("binaries") if binaries else memoryview(b"")),
+        attributes=_read_attributes(bytes(file.read("attributes"))),
+    )
+    _check_indices(tables, nodes)
+    contents, at, data = [], 0, file.read("contents")
+    for name, address, size in names["contents"]:
+        contents.append(Content(name, int(address), bytes(data[at : at + size])))
+        at += size
+    return Archive(tables, facts, contents, file.path, file.digest)
+
+
+def _check_indices(tables: Tables, nodes: Array) -> None:
+    for name, limit in (
+        ("function", len(tables.functions)),
+        ("attributes", len(tables.attributes)),
+        ("child", len(tables.graphs)),
+    ):
+        if len(nodes) and (int(nodes[name].max()) >= limit or int(nodes[name].min()) < -1):
+            raise ValueError(f"a node names a {name} that is not there")
+    if any(function.image >= len(tables.images) for function in tables.functions):
+        raise ValueError("a function names a binary that is not there")
+
+
+def _gather(params: Array, blocks: Array) -> Array:
+    """The bytes of these blocks one after another."""
+    sizes = blocks["size"].astype(np.int64)
+    total = int(sizes.sum())
+    ends = np.cumsum(sizes)
+    shift = np.repeat(blocks["offset"].astype(np.int64) - (ends - sizes), sizes)
+    gathered: Array = params[shift + np.arange(total, dtype=np.int64)]
+    return gathered
+
+
+def _deduplicated(graphs: Sequence[Graph]) -> tuple[Array, bytes, Array]:
+    """Parameter blocks stored once: their table, their bytes, and which one each node uses."""
+    known: dict[bytes, int] = {}
+    parts: list[bytes] = []
+    used = []
+    for graph in graphs:
+        data = graph.params.tobytes()
+        for start, size in zip(graph.starts.tolist(), graph.nodes["size"].tolist(), strict=True):
+            block = data[start : start + size]
+            if block not in known:
+                known[block] = len(parts)
+                parts.append(block)
+            used.append(known[block])
+    table = np.zeros(len(parts), _BLOCK)
+    table["size"] = [len(part) for part in parts]
+    table["offset"] = np.cumsum(table["size"], dtype=np.int64) - table["size"]
+    return table, b"".join(parts), np.array(used, "<u4")
+
+
+def _graph_table(graphs: Sequence[Graph]) -> Array:
+    table = np.zeros(len(graphs), _GRAPH)
+    node = edge = 0
+    for row, graph in zip(table, graphs, strict=True):
+        row["node"], row["nodes"], row["parent"] = node, len(graph.nodes), graph.parent
+        row["edge"], row["edges"] = edge, len(graph.edges)
+        node, edge = node + len(graph.nodes), edge + len(graph.edges)
+    return table
+
+
+def _binaries(images: Sequence[Image]) -> tuple[bytes, Array]:
+    table = np.zeros(len(images), _IMAGE)
+    parts: list[bytes] = []
+    offset = 0
+    for row, image in zip(table, images, strict=True):
+        data = bytes(image.data)
+        align = _PAGE if len(data) >= _PAGE else _SMALL
+        gap = -offset % align
+        parts += [bytes(gap), data]
+        row["offset"], row["size"] = offset + gap, len(data)
+        row["digest"] = np.void(bytes.fromhex(image.digest))
+        offset += gap + len(data)
+    return b"".join(parts), table
+
+
+def _functions(functions: Sequence[Function]) -> tuple[Array, Array]:
+    table = np.zeros(len(functions), _FUNCTION)
+    layouts: list[tuple[int, int]] = []
+    for row, function in zip(table, functions, strict=True):
+        row["image"], row["layout"], row["count"] = function.image, len(layouts), len(function.layout)
+        row["attributes"] = function.attributes
+        layouts += function.layout
+    return np.array(layouts, _LAYOUT), table
+
+
+def _read_functions(names: Sequence[str], table: Array, layouts: Array) -> list[Function]:
+    rows = [(int(offset), int(size)) for offset, size in layouts.tolist()]
+    return [
+        Function(
+            name=name,
+            image=int(row["image"]),
+            layout=tuple(rows[int(row["layout"]) : int(row["layout"]) + int(row["count"])]),
+            attributes=tuple(int(value) for value in row["attributes"]),
+        )
+        for name, row in zip(names, table, strict=True)
+    ]
+
+
+def _read_images(names: dict[str, Any], table: Array, binaries: memoryview) -> list[Image]:
+    images = []
+    for row, trouble, values in zip(table, names["trouble"], names["globals"], strict=True):
+        start = int(row["offset"])
+        images.append(
+            Image(
+                data=binaries[start : start + int(row["size"])],
+                digest=row["digest"].tobytes().hex(),
+                globals=tuple((str(name), bytes.fromhex(value)) for name, value in values),
+                trouble=str(trouble),
+            )
+        )
+    return images
+
+
+def _read_attributes(data: bytes) -> list[bytes]:
+    size = ATTRIBUTE.itemsize * len(ATTRIBUTE_IDS)
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

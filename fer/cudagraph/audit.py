@@ -1,0 +1,243 @@
+"""Whether a graph may be replayed in another process: what its parameters point to, and what its nodes are.
+
+A graph passes if every word of every parameter that is a device pointer lies in memory with a named owner, which a
+later process has at the same address. Everything else is refused, by kernel and parameter. A word that looks like a
+host address is no error by itself: argument structures contain padding that was never written.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from fer.cudagraph.libcuda import MEMCPY_PARAMS, MEMORYTYPE_DEVICE, MEMORYTYPE_UNIFIED, MEMSET_PARAMS
+from fer.cudagraph.records import (
+    ATTRIBUTE_NAMES,
+    KERNEL,
+    KINDS,
+    MEMCPY,
+    MEMSET,
+    SUPPORTED,
+    Array,
+    Graph,
+    Tables,
+    attributes_of,
+)
+
+Memory = Literal["device", "host", ""]
+Oracle = Callable[[int], Memory]
+"""What the driver says of an address: memory of a device, pinned or mapped host memory, or nothing it knows."""
+
+COLLECTIVES: Final = re.compile(
+    r"ncclDevKernel|ncclSymk|ncclKernel|nvshmem|cross_device_reduce|multimem|"
+    r"one_?shot_?all_?reduce|two_?shot_?all_?reduce|allreduce_fusion|all_?reduce_?(?:one|two)_?shot|deep_ep|mscclpp",
+    re.IGNORECASE,
+)
+"""Kernels that hold pointers into other ranks' memory or a communicator's queues."""
+
+RANDOM: Final = re.compile(r"philox|distribution_(?:elementwise|nullary)|fused_dropout|curand", re.IGNORECASE)
+"""Kernels that read a generator's state, which torch rewrites before each replay of its own graphs."""
+
+_LOWEST: Final = 1 << 32  # below it are numbers; the driver places nothing there
+_HIGHEST: Final = 1 << 47
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Memory that a later process has at the same address. Names repeat where one thing has several parts."""
+
+    name: str
+    address: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why one graph cannot be kept: the first place where it was seen, and how often."""
+
+    graph: str
+    reason: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.reason} (and {self.count - 1} more)" if self.count > 1 else self.reason
+
+
+class Owners:
+    """Owned memory, for looking up many addresses at once."""
+
+    def __init__(self, owners: Iterable[Owner]) -> None:
+        self.all = sorted((o for o in owners if o.size > 0), key=lambda owner: owner.address)
+        self._starts = np.array([owner.address for owner in self.all], "<u8")
+        self._reach = np.maximum.accumulate(np.array([o.address + o.size for o in self.all] or [0], "<u8"))
+
+    def covers(self, words: Array) -> Array:
+        """For each word whether it lies in owned memory (or directly at its end, where empty slices point)."""
+        if not self.all:
+            return np.zeros(len(words), bool)
+        place = np.searchsorted(self._starts, words, side="right").astype(np.int64) - 1
+        inside: Array = (place >= 0) & (words <= self._reach[np.maximum(place, 0)])
+        return inside
+
+    def name_of(self, address: int) -> str:
+        """The owner of an address, ``""`` for none."""
+        place = bisect.bisect_right(self._starts.tolist(), address)
+        for owner in reversed(self.all[:place]):
+            if address < owner.address + owner.size:
+                return owner.name
+        return ""
+
+
+def audit(
+    tables: Tables,
+    graph: Graph,
+    owners: Owners,
+    oracle: Oracle,
+    *,
+    span: tuple[int, int],
+    ignore: Callable[[str], bool] | None = None,
+) -> list[Refusal]:
+    """All reasons against a graph and its children; none means it may be kept.
+
+    Args:
+        span: first and last address of the device's part of the arena: a word in it must have an owner, whether or
+            not the driver knows it now.
+        ignore: takes a kernel's name; True where what it is called does not count against it (tests).
+    """
+    reasons: dict[str, int] = {}
+
+    def refuse(reason: str) -> None:
+        reasons[reason] = reasons.get(reason, 0) + 1
+
+    for index in np.flatnonzero(~np.isin(graph.nodes["kind"], list(SUPPORTED))).tolist():
+        kind = int(graph.nodes["kind"][index])
+        refuse(f"{KINDS.get(kind, f'unknown ({kind})')} node")
+    for function in np.unique(graph.nodes["function"][graph.nodes["kind"] == KERNEL]).tolist():
+        for reason in _function_trouble(tables, function, ignore):
+            refuse(reason)
+    for chosen in np.unique(graph.nodes["attributes"]).tolist():
+        if chosen >= 0 and _updatable(tables.attributes[chosen]):
+            refuse("device-updatable node")
+    for reason in _copies(graph):
+        refuse(reason)
+    for reason in _pointers(tables, graph, owners, oracle, span):
+        refuse(reason)
+    refusals = [Refusal(graph.name, reason, count) for reason, count in reasons.items()]
+    for child in graph.nodes["child"][graph.nodes["child"] >= 0].tolist():
+        inner = audit(tables, tables.graphs[child], owners, oracle, span=span, ignore=ignore)
+        refusals += [Refusal(graph.name, f"in a child graph: {each.reason}", each.count) for each in inner]
+    return refusals
+
+
+def _function_trouble(tables: Tables, index: int, ignore: Callable[[str], bool] | None) -> list[str]:
+    if index < 0:
+        return ["a kernel whose function the driver cannot name"]
+    function = tables.functions[index]
+    found = []
+    if function.image < 0:
+        found.append(f"kernel {function.name}: its binary was not seen when it was loaded")
+    elif tables.images[function.image].trouble:
+        found.append(f"kernel {function.name}: {tables.images[function.image].trouble}")
+    if ignore is not None and ignore(function.name):
+        return found
+    if COLLECTIVES.search(function.name):
+        found.append(f"collective kernel {function.name}")
+    if RANDOM.search(function.name):
+        found.append(f"kernel {function.name} reads random-number state")
+    return found
+
+
+def _updatable(attributes: bytes) -> bool:
+    (number,) = (n for n, name in ATTRIBUTE_NAMES.items() if name == "device-updatable")
+    status, value = attributes_of(attributes)[number]
+    return status == 0 and int.from_bytes(value[:4], "little") != 0
+
+
+def _block(graph: Graph, index: int) -> bytes:
+    start = int(graph.starts[index])
+    return graph.params[start : start + int(graph.nodes["size"][index])].tobytes()
+
+
+def _copies(graph: Graph) -> list[str]:
+    """Copies that touch the host, or arrays, which are opaque handles."""
+    found = []
+    for index in np.flatnonzero(graph.nodes["kind"] == MEMCPY).tolist():
+        row = np.frombuffer(_block(graph, index), MEMCPY_PARAMS)[0]
+        for side, kind in (("from", int(row["src_type"])), ("to", int(row["dst_type"]))):
+            if kind not in (MEMORYTYPE_DEVICE, MEMORYTYPE_UNIFIED):
+                what = {1: "host memory", 3: "an array"}.get(kind, f"memory of kind {kind}")
+                found.append(f"memcpy {side} {what}")
+    return found
+
+
+def _pointers(tables: Tables, graph: Graph, owners: Owners, oracle: Oracle, span: tuple[int, int]) -> list[str]:
+    words, where = _words(graph)
+    likely = (words >= _LOWEST) & (words < _HIGHEST) & ~owners.covers(words)
+    words, where = words[likely], where[likely]
+    ours = (words >= span[0]) & (words < span[1])
+    verdicts: dict[int, str] = {}
+    for word in np.unique(words[~ours]).tolist():
+        kind = oracle(word)
+        if kind:
+            verdicts[word] = "memory outside the arena" if kind == "device" else "pinned or mapped host memory"
+    if not verdicts and not ours.any():
+        return []
+    found = []
+    for word, offset, inside in zip(words.tolist(), where.tolist(), ours.tolist(), strict=True):
+        verdict = "an address in the arena that nobody owns" if inside else verdicts.get(word, "")
+        if verdict:
+            found.append(f"{_place(tables, graph, offset)} points to {verdict}")
+    return found
+
+
+def _words(graph: Graph) -> tuple[Array, Array]:
+    """Every eight bytes of every block, at offsets 0 and 4 (packed structures), and where each begins in params."""
+    sizes = graph.nodes["size"].astype(np.int64)
+    padded = np.concatenate([graph.params, np.zeros(8, "<u1")])
+    starts = np.repeat(graph.starts, sizes // 4)
+    inner = np.concatenate([np.zeros(0, np.int64), *(_steps(int(size)) for size in sizes)])
+    where = starts + inner
+    ends = np.repeat(graph.starts + sizes, sizes // 4)
+    where = where[where + 8 <= ends]
+    window = np.lib.stride_tricks.sliding_window_view(padded, 8)
+    words: Array = np.ascontiguousarray(window[where]).view("<u8").reshape(-1)
+    return words, where
+
+
+_known_steps: dict[int, Array] = {}
+
+
+def _steps(size: int) -> Array:
+    if size not in _known_steps:
+        _known_steps[size] = np.arange(size // 4, dtype=np.int64) * 4
+    return _known_steps[size]
+
+
+def _place(tables: Tables, graph: Graph, offset: int) -> str:
+    index = int(np.searchsorted(graph.starts, offset, side="right")) - 1
+    while int(graph.nodes["size"][index]) == 0:  # nodes without parameters share their successor's start
+        index -= 1
+    row = graph.nodes[index]
+    if row["kind"] == MEMSET:
+        return "memset"
+    if row["kind"] == MEMCPY:
+        return "memcpy"
+    function = tables.functions[int(row["function"])]
+    inner = offset - int(graph.starts[index])
+    return f"kernel {function.name}, parameter {function.parameter_at(inner)}"
+
+
+def memset_target(block: bytes) -> int:
+    """Where a memset writes."""
+    return int(np.frombuffer(block, MEMSET_PARAMS)[0]["dst"])
+
+
+def summarize(refusals: Sequence[Refusal], limit: int = 3) -> str:
+    """Reasons for one line of a report."""
+    texts = [str(refusal) for refusal in refusals[:limit]]
+    return "; ".join(texts) + (f"; {len(refusals) - limit} more" if len(refusals) > limit else "")

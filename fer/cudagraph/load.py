@@ -1,0 +1,142 @@
+"""In the restoring process: binaries into the driver, their functions made as they were.
+
+The driver reads binaries out of the mapped archive and keeps referring to them, so the archive stays mapped as long as
+anything of it is in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable
+from ctypes import byref, c_size_t, c_uint64
+from typing import Any, Final
+
+import numpy as np
+
+from fer.cudagraph.archive import check_image
+from fer.cudagraph.libcuda import Cuda
+from fer.cudagraph.records import FIXED, MAX_DYNAMIC_SHARED, SETTABLE, UNREADABLE, Image, Tables
+from fer.cudagraph.walk import attributes_of, describe
+from fer.errors import ArchiveError, DriverError, FerError, GraphRefused
+
+_PRESERVED: Final = 1
+"""CU_LIBRARY_BINARY_IS_PRESERVED: the image stays where it is, so the driver makes no copy."""
+
+
+class Binaries:
+    """Loads binaries when a graph first needs them.
+
+    Attributes:
+        handles: ``CUfunction`` of each function by index, 0 where it is not loaded; a list that is shared with the
+            builder and grows.
+        troubles: why a binary or function could not be used, by function index.
+    """
+
+    def __init__(self, cuda: Cuda, tables: Tables, *, verify: bool = True) -> None:
+        self._cuda, self._tables, self._verify = cuda, tables, verify
+        self.handles: list[int] = [0] * len(tables.functions)
+        self.troubles: dict[int, str] = {}
+        self._libraries: dict[int, int] = {}
+        self._keep: list[Any] = []
+
+    def need(self, functions: Iterable[int]) -> None:
+        """Load these functions.
+
+        Raises:
+            GraphRefused: one of them cannot be had as it was.
+        """
+        for index in functions:
+            if not self.handles[index] and index not in self.troubles:
+                try:
+                    self.handles[index] = self._load(index)
+                except FerError as error:
+                    self.troubles[index] = str(error)
+            if index in self.troubles:
+                raise GraphRefused(f"kernel {self._tables.functions[index].name}", why=self.troubles[index])
+
+    def close(self) -> None:
+        """Unload everything. No graph that uses any of it may exist any more."""
+        for library in self._libraries.values():
+            self._cuda.library_unload(library)
+        self._libraries.clear()
+
+    def _load(self, index: int) -> int:
+        function = self._tables.functions[index]
+        library = self._library(function.image)
+        name = ctypes.create_string_buffer(function.name.encode())
+        kernel = c_uint64()
+        self._cuda.call("library_kernel", byref(kernel), library, ctypes.addressof(name))
+        handle = self._cuda.value("kernel_function", kernel.value, first=True)
+        self._prepare(index, handle)
+        return handle
+
+    def _prepare(self, index: int, handle: int) -> None:
+        """Set what the saving process had set on the function, and see that it is the same function."""
+        function = self._tables.functions[index]
+        now = attributes_of(self._cuda, handle)
+        for number in SETTABLE:
+            wanted = function.attributes[number]
+            if wanted == UNREADABLE or wanted == now[number]:
+                continue
+            if number == MAX_DYNAMIC_SHARED and wanted < now[number]:
+                continue  # lowering it would break whoever raised it
+            code = self._cuda.set_function_attribute(handle, number, wanted)
+            if code and number == MAX_DYNAMIC_SHARED:
+                self._cuda.check("set_function_attribute", code)
+        self._cuda.function_load(handle)
+        fresh = describe(self._cuda, handle, function.image)
+        differing = [i for i in FIXED if fresh.attributes[i] != function.attributes[i]]
+        if fresh.layout != function.layout or differing:
+            raise GraphRefused(f"{function.name} is not what it was", why=f"attributes {differing} or parameters differ")
+
+    def _library(self, image: int) -> int:
+        if image < 0:
+            raise GraphRefused("its binary is not in the archive")
+        if image not in self._libraries:
+            self._libraries[image] = self._open(self._tables.images[image])
+        return self._libraries[image]
+
+    def _open(self, image: Image) -> int:
+        if image.trouble:
+            raise GraphRefused("its binary may not be used", why=image.trouble)
+        if self._verify:
+            check_image(image)
+        place = _address(image.data, self._keep)
+        options = (ctypes.c_int * 1)(_PRESERVED)
+        values = (ctypes.c_void_p * 1)(1)
+        library = c_uint64()
+        self._cuda.call("library_load", byref(library), place, None, None, 0, options, values, 1)
+        try:
+            for name, value in image.globals:
+                self._restore(library.value, name, value)
+        except BaseException:
+            self._cuda.library_unload(library.value)
+            raise
+        return library.value
+
+    def _restore(self, library: int, name: str, value: bytes) -> None:
+        where, size = c_uint64(), c_size_t()
+        text = ctypes.create_string_buffer(name.encode())
+        self._cuda.call("library_global", byref(where), byref(size), library, ctypes.addressof(text))
+        if size.value != len(value):
+            raise ArchiveError(f"variable {name} has {size.value} bytes, {len(value)} were saved", section="names")
+        source = ctypes.create_string_buffer(value, len(value))
+        self._cuda.call("to_device", where.value, ctypes.addressof(source), len(value))
+
+
+def _address(data: bytes | memoryview, keep: list[Any]) -> int:
+    """Where an image's bytes lie; ``keep`` holds them there."""
+    array = np.frombuffer(data, "<u1")
+    keep.append(array)
+    return int(array.ctypes.data)
+
+
+def advise(view: memoryview) -> None:
+    """Ask the kernel to bring a mapped archive in, ahead of first use."""
+    base = view.obj
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_WILLNEED"):
+        base.madvise(mmap.MADV_WILLNEED)
+
+
+__all__ = ["Binaries", "DriverError", "advise"]

@@ -1,0 +1,262 @@
+"""From a driver's graph to tables: nodes, parameters, launch attributes, edges.
+
+The same walk reads a graph that was captured (every function it meets is described anew) and one that was rebuilt (the
+functions are known), so what is compared afterwards was read in one way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import byref, c_size_t, memmove
+from typing import Any
+
+import numpy as np
+
+from fer.cudagraph.libcuda import (
+    BUFFER_POINTER,
+    BUFFER_SIZE,
+    KERNEL_PARAMS,
+    MEMCPY_PARAMS,
+    MEMSET_PARAMS,
+    Cuda,
+    address,
+)
+from fer.cudagraph.records import (
+    ATTRIBUTE,
+    ATTRIBUTE_IDS,
+    CHILD,
+    EDGE,
+    FUNCTION_ATTRIBUTES,
+    KERNEL,
+    MEMCPY,
+    MEMSET,
+    NODE,
+    UNREADABLE,
+    VIA_BUFFER,
+    VIA_POINTERS,
+    Array,
+    Function,
+    Graph,
+    Tables,
+)
+from fer.errors import GraphRefused
+
+_MAX_PARAMETERS = 1024
+_MAX_BUFFER = 1 << 16  # kernels take at most 32 KiB of arguments
+
+Resolve = Callable[[int, int], int]
+"""From the ``func`` and ``kern`` of a node to an index into ``Tables.functions``."""
+
+
+def describe(cuda: Cuda, function: int, image: int) -> Function:
+    """What the driver says of a function. Raises DriverError."""
+    name = ctypes.string_at(cuda.value("function_name", function, first=True)).decode()
+    layout: list[tuple[int, int]] = []
+    offset, size = c_size_t(), c_size_t()
+    # There is no call for the number of parameters in every driver this runs on: ask until it says no.
+    while len(layout) < _MAX_PARAMETERS:
+        if cuda.function_parameter(function, len(layout), byref(offset), byref(size)):
+            break
+        layout.append((offset.value, size.value))
+    return Function(name=name, image=image, layout=tuple(layout), attributes=attributes_of(cuda, function))
+
+
+def attributes_of(cuda: Cuda, function: int) -> tuple[int, ...]:
+    """Function attributes 0 to 15, :data:`UNREADABLE` where the driver gives none."""
+    values = []
+    out = ctypes.c_int()
+    for number in range(FUNCTION_ATTRIBUTES):
+        values.append(UNREADABLE if cuda.function_attribute(byref(out), number, function) else out.value)
+    return tuple(values)
+
+
+def walk(cuda: Cuda, handle: int, name: str, tables: Tables, resolve: Resolve, *, handles: Array | None = None) -> int:
+    """Read a graph, with its children, into ``tables``; its index there.
+
+    Nodes of a kind that cannot be kept are recorded with their kind alone; the audit refuses them by name.
+
+    Args:
+        handle: the ``CUgraph``.
+        handles: its nodes in the order wanted, for one that this process built; the driver's order by default.
+
+    Raises:
+        DriverError, GraphRefused: a node could not be read.
+    """
+    nodes = _nodes(cuda, handle) if handles is None else handles
+    table = np.zeros(len(nodes), NODE)
+    table["function"] = table["attributes"] = table["child"] = -1
+    graph = Graph(name, table, _edges(cuda, handle, nodes), np.zeros(0, "<u1"))
+    place = len(tables.graphs)
+    tables.graphs.append(graph)
+    table["kind"] = _kinds(cuda, nodes)
+    blocks: dict[int, bytes] = {}
+    for index in np.flatnonzero((table["kind"] == MEMSET) | (table["kind"] == MEMCPY)).tolist():
+        blocks[index] = _plain(cuda, int(nodes[index]), int(table["kind"][index]))
+    kernels = np.flatnonzero(table["kind"] == KERNEL)
+    packed = _kernels(cuda, nodes, kernels, table, tables, resolve)
+    graph.params = _merged(table, kernels, packed, blocks)
+    for index in np.flatnonzero(table["kind"] == CHILD).tolist():
+        inner = cuda.value("child_graph", int(nodes[index]))
+        child = walk(cuda, inner, f"{name}/{index}", tables, resolve)
+        tables.graphs[child].parent = place
+        table["child"][index] = child
+    return place
+
+
+def _nodes(cuda: Cuda, handle: int) -> Array:
+    count = c_size_t()
+    cuda.call("graph_nodes", handle, None, byref(count))
+    nodes = np.zeros(count.value, "<u8")
+    if count.value:
+        cuda.call("graph_nodes", handle, address(nodes), byref(count))
+    return nodes
+
+
+def _kinds(cuda: Cuda, nodes: Array) -> list[int]:
+    kinds, out = [], ctypes.c_int()
+    place, read = byref(out), cuda.node_type
+    for node in nodes.tolist():
+        cuda.check("node_type", read(node, place))
+        kinds.append(out.value)
+    return kinds
+
+
+def _edges(cuda: Cuda, handle: int, nodes: Array) -> Array:
+    count = c_size_t()
+    cuda.call("graph_edges", handle, None, None, None, byref(count))
+    ends, data = np.zeros((2, count.value), "<u8"), np.zeros(count.value, "<u8")
+    if count.value:
+        # With no place for the edge data the driver refuses graphs with programmatic launches.
+        cuda.call("graph_edges", handle, address(ends[0]), address(ends[1]), address(data), byref(count))
+    order = np.argsort(nodes)
+    found = np.searchsorted(nodes, ends, sorter=order)
+    edges = np.zeros(count.value, EDGE)
+    if count.value:
+        edges["source"], edges["target"] = order[np.minimum(found, len(nodes) - 1)]
+    edges["data"] = data
+    return edges
+
+
+def _plain(cuda: Cuda, node: int, kind: int) -> bytes:
+    block = np.zeros(1, MEMSET_PARAMS if kind == MEMSET else MEMCPY_PARAMS)
+    raw = np.zeros(block.nbytes, "<u1")
+    cuda.call("memset_params" if kind == MEMSET else "memcpy_params", node, address(raw))
+    return raw.tobytes()
+
+
+def _kernels(
+    cuda: Cuda, nodes: Array, kernels: Array, table: Array, tables: Tables, resolve: Resolve
+) -> Array:
+    """Fill the table's rows of kernels; their parameter blocks, one after another."""
+    found = np.zeros(len(kernels), KERNEL_PARAMS)
+    base, step, read = address(found), KERNEL_PARAMS.itemsize, cuda.kernel_params
+    handles = nodes[kernels].tolist()
+    for number, node in enumerate(handles):
+        code = read(node, base + number * step)
+        if code:
+            cuda.check("kernel_params", code)
+    known: dict[tuple[int, int], int] = {}
+    functions = []
+    for pair in zip(found["func"].tolist(), found["kern"].tolist(), strict=True):
+        if pair not in known:
+            known[pair] = resolve(*pair)
+        functions.append(known[pair])
+    table["function"][kernels] = functions
+    for name in ("grid", "block", "shared"):
+        table[name][kernels] = found[name]
+    via = np.where(found["pointers"] != 0, VIA_POINTERS, np.where(found["extra"] != 0, VIA_BUFFER, VIA_POINTERS))
+    table["via"][kernels] = via
+    table["attributes"][kernels] = _attributes(cuda, handles, tables)
+    return _parameters(found, via.tolist(), functions, tables, table, kernels)
+
+
+def _attributes(cuda: Cuda, handles: list[int], tables: Tables) -> list[int]:
+    scratch = np.zeros(len(ATTRIBUTE_IDS), ATTRIBUTE)
+    base, read, intern = address(scratch), cuda.kernel_attribute, tables.attribute_set
+    # Each row is the status, then the union.
+    places = [(number, base + row * ATTRIBUTE.itemsize + 8) for row, number in enumerate(ATTRIBUTE_IDS)]
+    empty = bytes(scratch.nbytes)
+    indices = []
+    for node in handles:
+        memmove(base, empty, len(empty))  # the driver writes only the member of the union that it means
+        for row, (number, place) in enumerate(places):
+            code = read(node, number, place)
+            if code:
+                scratch["status"][row] = code
+        indices.append(intern(scratch.tobytes()))
+    return indices
+
+
+def _parameters(
+    found: Array, via: list[int], functions: list[int], tables: Tables, table: Array, kernels: Array
+) -> Array:
+    """Copy what the nodes hold, at once: the memory is the nodes' own."""
+    sizes = [tables.functions[function].bytes for function in functions]
+    sources: list[Any] = [0] * len(sizes)
+    extra = found["extra"].tolist()
+    for number in [i for i, how in enumerate(via) if how == VIA_BUFFER]:
+        sources[number], sizes[number] = _buffer(extra[number])
+    total = sum(sizes)
+    packed = np.zeros(total, "<u1")
+    at, base = 0, address(packed)
+    pointers = found["pointers"].tolist()
+    layouts = [function.layout for function in tables.functions]
+    tight = [_is_tight(layout) for layout in layouts]
+    array_of = [ctypes.c_uint64 * len(layout) for layout in layouts]
+    for number, (size, function) in enumerate(zip(sizes, functions, strict=True)):
+        if via[number] == VIA_BUFFER:
+            memmove(base + at, sources[number], size)
+        elif size:
+            layout = layouts[function]
+            places = array_of[function].from_address(pointers[number])[:]
+            first = places[0]
+            if tight[function] and all(
+                place - first == offset for place, (offset, _) in zip(places, layout, strict=True)
+            ):
+                memmove(base + at, first, size)
+            else:
+                for place, (offset, length) in zip(places, layout, strict=True):
+                    memmove(base + at + offset, place, length)
+        at += size
+    table["size"][kernels] = sizes
+    return packed
+
+
+def _is_tight(layout: tuple[tuple[int, int], ...]) -> bool:
+    """No gap between parameters: then one copy takes them all, and no byte between them is read."""
+    end = 0
+    for offset, size in layout:
+        if offset != end:
+            return False
+        end = offset + size
+    return True
+
+
+def _buffer(extra: int) -> tuple[int, int]:
+    """Address and size out of a kernel's ``extra``: tagged pairs, in either order."""
+    words = (ctypes.c_uint64 * 5).from_address(extra)
+    pairs = {words[0]: words[1], words[2]: words[3]}
+    if set(pairs) != {BUFFER_POINTER, BUFFER_SIZE}:
+        raise GraphRefused("a kernel's arguments cannot be read", why=f"unknown tags {sorted(pairs)} in extra")
+    size = c_size_t.from_address(pairs[BUFFER_SIZE]).value
+    if size > _MAX_BUFFER:
+        raise GraphRefused("a kernel's arguments cannot be read", why=f"a buffer of {size} bytes")
+    return pairs[BUFFER_POINTER], size
+
+
+def _merged(table: Array, kernels: Array, packed: Array, blocks: dict[int, bytes]) -> Array:
+    """Blocks of all nodes in node order, from the kernels' and the others'."""
+    if not blocks:
+        return packed
+    sizes = table["size"][kernels].astype(np.int64)
+    ends = np.cumsum(sizes)
+    taken = dict(zip(kernels.tolist(), zip((ends - sizes).tolist(), ends.tolist(), strict=True), strict=True))
+    parts = []
+    for index in range(len(table)):
+        if index in taken:
+            parts.append(packed[slice(*taken[index])])
+        elif index in blocks:
+            table["size"][index] = len(blocks[index])
+            parts.append(np.frombuffer(blocks[index], "<u1"))
+    return np.concatenate([np.zeros(0, "<u1"), *parts])
