@@ -1,0 +1,52 @@
+"""What stands in for ``torch.cuda.CUDAGraph`` in an engine: a restored graph that replays."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fer.cudagraph.libcuda import Cuda
+from fer.errors import FerBug
+
+
+@dataclass
+class Graph:
+    """A restored graph: an executable of its own, never updated in place, and all it needs to stay valid.
+
+    Attributes:
+        name: as in the archive.
+        keep: strong references to binaries, ranges and tensors the graph points into.
+    """
+
+    name: str
+    executable: int
+    cuda: Cuda
+    pool_id: Any = None
+    keep: list[Any] = field(default_factory=list, repr=False)
+    stream: Callable[[], int] | None = None
+
+    def replay(self) -> None:
+        """Launch on torch's current stream. Raises DriverError, FerBug after :meth:`reset`."""
+        if not self.executable:
+            raise FerBug(f"graph {self.name} was reset")
+        code = self.cuda.launch(self.executable, self._stream())
+        if code:
+            self.cuda.check("launch", code)
+
+    def reset(self) -> None:
+        """Destroy the executable. Its last replay must have ended."""
+        if self.executable:
+            self.cuda.exec_destroy(self.executable)
+            self.executable = 0
+
+    def pool(self) -> Any:
+        """The id of the pool its outputs lie in, as torch's graphs answer it."""
+        return self.pool_id
+
+    def _stream(self) -> int:
+        if self.stream is not None:
+            return self.stream()
+        torch = sys.modules["torch"]
+        return int(torch.cuda.current_stream().cuda_stream)

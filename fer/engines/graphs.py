@@ -1,0 +1,70 @@
+"""What an engine says of its decode graphs: FER captures, keeps and restores them by this description."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Replayable(Protocol):
+    """A graph as an engine uses it: torch's own, or a restored one."""
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def pool(self) -> Any: ...
+
+
+class DecodeGraphs(ABC):
+    """One decode step for each of a list of batch sizes.
+
+    All that a step reads or writes must be weights, a tensor of :meth:`tensors`, or made by the step itself; what it
+    returns lies at the same address in every process that restores the graph.
+
+    Attributes:
+        batch_sizes: the sizes with most traffic first; they are restored in this order.
+        warm_ups: steps run before each capture.
+    """
+
+    batch_sizes: Sequence[int]
+    warm_ups: int = 2
+
+    @abstractmethod
+    def layout(self) -> Mapping[str, Any]:
+        """Size and layout of the key/value cache as plain data; part of the archive's fingerprint."""
+
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Device bytes :meth:`Engine.allocate_kv` takes, generously: torch rounds up."""
+
+    @abstractmethod
+    def largest_kv_bytes(self) -> int:
+        """Device bytes of the largest tensor of the cache."""
+
+    @abstractmethod
+    def allocate(self) -> None:
+        """Make the tensors that inputs are written to (called with torch allocating in the range ``static``)."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Every tensor besides the weights that a step touches, by a name that stays the same."""
+
+    @abstractmethod
+    def step(self, size: int) -> Mapping[str, torch.Tensor]:
+        """Run one step on the first ``size`` rows and return its outputs; the work that is captured."""
+
+    @abstractmethod
+    def fill(self, size: int, number: int) -> None:
+        """Write the ``number``-th set of fixed inputs, such that a step depends on them and the weights alone."""
+
+    @abstractmethod
+    def use(self, size: int, graph: Replayable | None, outputs: Mapping[str, torch.Tensor] | None) -> None:
+        """From now on replay this graph for this batch size; None: run it eagerly or pad to a larger one.
+
+        May be called from another thread than the engine's.
+        """

@@ -1,0 +1,256 @@
+"""Named ranges at fixed addresses: where an engine's graphs find what they point to, in every process.
+
+A range is reserved whole, mapped as far as it is needed, and handed out by a bump allocator that torch calls through a
+``MemPool``; a torch pool routes the allocations of the thread and device that entered it, and no others. A start that
+restores graphs maps what was recorded and replays no allocation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fer.errors import DriverError, MappingError, OutOfMemory
+from fer.memory import arena, driver, gpus
+from fer.memory.device import CudaDevice
+from fer.memory.stub import BumpAllocator
+from fer.memory.vmm import Vmm, require_sharing
+
+_log = logging.getLogger("fer.memory")
+
+CHUNK: Final = 64 << 20
+"""Bytes mapped by one allocation in ranges whose size is not known beforehand, and given back by trimming."""
+
+NAMES: Final = {part.name: part for part in (arena.KV, arena.STATIC, arena.SCRATCH, arena.POOL)}
+
+
+@dataclass
+class _Chunk:
+    address: int
+    size: int
+    handle: Any
+
+
+@dataclass
+class NamedRange:
+    """One range of one device. Make it with :func:`reserve`.
+
+    Attributes:
+        name: ``kv``, ``static``, ``scratch`` or ``pool``.
+        address: first address, the same in every process.
+        mapped: bytes mapped so far, from ``address`` on.
+    """
+
+    name: str
+    address: int
+    size: int
+    device: CudaDevice
+    vmm: Vmm
+    allocator: BumpAllocator
+    mapped: int = 0
+    _chunks: list[_Chunk] = field(default_factory=list)
+    _aliases: list[_Chunk] = field(default_factory=list)
+    _pool: Any = None
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out so far, in whole granules."""
+        return self.allocator.cursor - self.address
+
+    @property
+    def pool(self) -> Any:
+        """The ``torch.cuda.MemPool`` over the range, also the pool to capture into (``pool.id``)."""
+        if self._pool is None:
+            import torch
+
+            from fer.memory import torch_private
+
+            allocator = torch_private.custom_allocator(self.allocator.allocate, self.allocator.free)
+            self._pool = torch.cuda.MemPool(allocator)
+        return self._pool
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Torch's allocations of this thread on this device come from the range.
+
+        Raises:
+            MappingError: afterwards, where torch allocated elsewhere.
+        """
+        import torch
+
+        with torch.cuda.use_mem_pool(self.pool, device=torch.device("cuda", self.device.ordinal)):
+            yield
+
+    def map(self, size: int, *, chunk: int = CHUNK) -> None:
+        """Map further memory until ``size`` bytes are mapped; it reads as zeros.
+
+        Raises:
+            OutOfMemory: the device has not that much; what was mapped before stays.
+            MappingError: the range is smaller, or the driver refused.
+        """
+        size = -(-size // arena_granule(self.vmm, self.device)) * arena_granule(self.vmm, self.device)
+        if size > self.size:
+            raise MappingError(f"the range {self.name} has {self.size} bytes of addresses, {size} are needed")
+        with self.device.current():
+            while self.mapped < size:
+                self._add(min(chunk, size - self.mapped), size)
+            self.device.synchronize()
+        self.allocator.limit = self.address + self.mapped
+
+    def trim(self) -> None:
+        """Give back the chunks nothing was handed out of."""
+        with self.device.current():
+            self.device.synchronize()
+            while self._chunks and self._chunks[-1].address >= self.allocator.cursor:
+                chunk = self._chunks.pop()
+                driver.quietly("cuMemUnmap", chunk.address, chunk.size)
+                driver.quietly("cuMemRelease", chunk.handle)
+                self.mapped -= chunk.size
+        self.allocator.limit = self.address + self.mapped
+
+    def map_over_and_over(self, size: int, slab: int) -> None:
+        """Map ``size`` bytes of addresses to one slab again and again: for a process that proves and serves nothing.
+
+        Raises:
+            OutOfMemory: the device has not one slab.
+        """
+        granule = arena_granule(self.vmm, self.device)
+        size, slab = -(-size // granule) * granule, -(-slab // granule) * granule
+        if self.mapped:
+            raise MappingError(f"the range {self.name} is mapped already")
+        with self.device.current():
+            whole = self._create(min(slab, size), size)
+            end = self.address + size
+            at = self.address
+            while at < end:
+                length = min(slab, end - at)
+                handle = whole if length == min(slab, size) else self._create(length, length)
+                driver.call("cuMemMap", at, length, 0, handle, 0)
+                self._aliases.append(_Chunk(at, length, handle))
+                at += length
+            self._allow(self.address, size)
+            driver.call("cuMemsetD8", self.address, 0, min(slab, size))
+            self.device.synchronize()
+        self.mapped = size
+        self.allocator.limit = self.address + size
+
+    def close(self) -> None:
+        """Unmap everything; the addresses stay reserved. Nothing may use the memory any more."""
+        self._pool = None
+        with self.device.current():
+            self.device.synchronize()
+            for chunk in (*self._chunks, *self._aliases):
+                driver.quietly("cuMemUnmap", chunk.address, chunk.size)
+            for handle in {id(c.handle): c.handle for c in (*self._chunks, *self._aliases)}.values():
+                driver.quietly("cuMemRelease", handle)
+        self._chunks.clear()
+        self._aliases.clear()
+        self.mapped = 0
+        self.allocator.limit = self.address
+
+    def _add(self, length: int, wanted: int) -> None:
+        where = self.address + self.mapped
+        with ExitStack() as undo:
+            handle = self._create(length, wanted)
+            undo.callback(driver.quietly, "cuMemRelease", handle)
+            driver.call("cuMemMap", where, length, 0, handle, 0)
+            undo.callback(driver.quietly, "cuMemUnmap", where, length)
+            self._allow(where, length)
+            driver.call("cuMemsetD8", where, 0, length)  # later processes must find what this one found
+            undo.pop_all()
+        self._chunks.append(_Chunk(where, length, handle))
+        self.mapped += length
+
+    def _create(self, length: int, wanted: int) -> Any:
+        try:
+            return driver.call("cuMemCreate", length, self.vmm.properties(self.device.ordinal), 0)
+        except DriverError as error:
+            if driver.code_of(error) != driver.OUT_OF_MEMORY:
+                raise
+            free = self.device.room().free
+            raise OutOfMemory(
+                f"the range {self.name} needs {wanted} bytes, {self.mapped} of them are mapped",
+                why=f"{free} bytes are free",
+                fix="Leave more memory beside the key/value cache.",
+                needed=wanted - self.mapped,
+                free=free,
+            ) from error
+
+    def _allow(self, where: int, length: int) -> None:
+        driver.call("cuMemSetAccess", where, length, [self.vmm.access(self.device.ordinal, self.vmm.read_write)], 1)
+
+
+@dataclass
+class Ranges:
+    """The four ranges of one device, and where its span of the arena lies."""
+
+    device: CudaDevice
+    span: tuple[int, int]
+    kv: NamedRange
+    static: NamedRange
+    scratch: NamedRange
+    pool: NamedRange
+
+    @property
+    def all(self) -> tuple[NamedRange, ...]:
+        return (self.kv, self.static, self.scratch, self.pool)
+
+
+def reserve(device: CudaDevice) -> Ranges:
+    """Reserve the ranges at their addresses, as early in a process as possible.
+
+    Raises:
+        MappingError: an address is taken, or this processor or device cannot have such ranges.
+        DriverError: no driver.
+    """
+    require_sharing(device)
+    vmm = Vmm()
+    index = gpus.arena_index(device.pci_bus)
+    base = arena.address_of(index)
+    made: dict[str, NamedRange] = {}
+    with device.current(), ExitStack() as undo:
+        for name, part in NAMES.items():
+            wanted = arena.address_of(index, part)
+            where = int(driver.call("cuMemAddressReserve", part.size, 0, wanted, 0))
+            undo.callback(driver.quietly, "cuMemAddressFree", where, part.size)
+            if where != wanted:
+                raise MappingError(
+                    f"the range {name} cannot lie at {wanted:#x}",
+                    why="something else in this process has these addresses",
+                    fix="Start FER before it, or free the addresses.",
+                )
+            allocator = BumpAllocator(where, where)
+            made[name] = NamedRange(
+                name=name, address=where, size=part.size, device=device, vmm=vmm, allocator=allocator
+            )
+        undo.pop_all()
+    return Ranges(device=device, span=(base, base + arena.SPAN), **made)
+
+
+def arena_granule(vmm: Vmm, device: CudaDevice) -> int:
+    """Bytes that mappings on this device are multiples of."""
+    key = device.ordinal
+    if key not in _granules:
+        properties = vmm.properties(device.ordinal)
+        _granules[key] = max(
+            int(driver.call("cuMemGetAllocationGranularity", properties, option)) for option in vmm.granularities
+        )
+    return _granules[key]
+
+
+_granules: dict[int, int] = {}
+
+
+def torch_trouble(environ: dict[str, str]) -> str:
+    """Why torch's allocator cannot be routed into ranges in this process, ``""`` where it can."""
+    import torch
+
+    if torch.cuda.get_allocator_backend() != "native":
+        return f"torch allocates by {torch.cuda.get_allocator_backend()}, which knows no pools"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in environ.get(name, "").lower().replace(" ", ""):
+            return f"{name} sets expandable_segments, whose memory lies at addresses of torch's own"
+    return ""
