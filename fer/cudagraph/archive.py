@@ -152,7 +152,8 @@ def _assemble(file: sections.Sections, binaries: bool) -> Archive:
 
     facts, names = json.loads(bytes(file.read("facts"))), json.loads(bytes(file.read("names")))
     nodes, edges, used = table("nodes", NODE), table("edges", EDGE), table("used", np.dtype("<u4"))
-    blocks, params = table("blocks", _BLOCK), table("params", np.dtype("<u1"))
+    blocks, params = table("blocks", _BLOCK), bytes(file.read("params"))
+    pieces = [params[start : start + size] for start, size in blocks.tolist()]
     if len(used) != len(nodes) or (len(used) and int(used.max()) >= len(blocks)):
         raise ValueError("nodes without a parameter block")
     graphs = []
@@ -160,7 +161,7 @@ def _assemble(file: sections.Sections, binaries: bool) -> Archive:
         part = slice(int(row["node"]), int(row["node"] + row["nodes"]))
         arcs = edges[int(row["edge"]) : int(row["edge"] + row["edges"])]
         inside = nodes[part]
-        gathered = _gather(params, blocks[used[part]])
+        gathered = np.frombuffer(b"".join([pieces[i] for i in used[part].tolist()]), "<u1")
         if len(gathered) != int(inside["size"].sum(dtype=np.int64)):
             raise ValueError(f"the parameters of {name} have another length than its nodes say")
         if len(arcs) and max(int(arcs["source"].max()), int(arcs["target"].max())) >= len(inside):
@@ -190,16 +191,6 @@ def _check_indices(tables: Tables, nodes: Array) -> None:
             raise ValueError(f"a node names a {name} that is not there")
     if any(function.image >= len(tables.images) for function in tables.functions):
         raise ValueError("a function names a binary that is not there")
-
-
-def _gather(params: Array, blocks: Array) -> Array:
-    """The bytes of these blocks one after another."""
-    sizes = blocks["size"].astype(np.int64)
-    total = int(sizes.sum())
-    ends = np.cumsum(sizes)
-    shift = np.repeat(blocks["offset"].astype(np.int64) - (ends - sizes), sizes)
-    gathered: Array = params[shift + np.arange(total, dtype=np.int64)]
-    return gathered
 
 
 def _deduplicated(graphs: Sequence[Graph]) -> tuple[Array, bytes, Array]:

@@ -22,6 +22,7 @@ from fer.cudagraph.libcuda import (
     address,
 )
 from fer.cudagraph.records import (
+    ATTRIBUTE,
     ATTRIBUTE_IDS,
     CHILD,
     EMPTY,
@@ -34,7 +35,7 @@ from fer.cudagraph.records import (
     Tables,
     attributes_of,
 )
-from fer.cudagraph.walk import walk
+from fer.cudagraph.walk import Built, walk
 from fer.errors import FerBug, GraphRefused
 
 
@@ -80,8 +81,19 @@ class Builder:
             return names.get(func, -1)
 
         seen = Tables(functions=self.tables.functions, images=self.tables.images)
-        place = walk(self.cuda, handle, graph.name, seen, known, handles=nodes)
+        seen.share_identities(self.tables)
+        built = Built(nodes, graph.nodes["kind"], self._expected)
+        place = walk(self.cuda, handle, graph.name, seen, known, built=built)
         return seen.digest(seen.graphs[place])
+
+    def _expected(self, function: int) -> tuple[tuple[int, ...], bytes]:
+        """Launch attributes that nodes of a function were given, and its plain set."""
+        written = {number for (f, _), todo in self._differing.items() if f == function for number, _ in todo}
+        rows = np.zeros(len(ATTRIBUTE_IDS), ATTRIBUTE)
+        for row, number in enumerate(ATTRIBUTE_IDS):
+            status, value = self._defaults[function][number]
+            rows[row] = (status, np.void(value if status == 0 else bytes(64)))
+        return tuple(sorted(written)), rows.tobytes()
 
     def make(self, graph: Graph) -> int:
         """Build, read back and compare, instantiate: an executable graph. The graph itself is given back.
@@ -189,8 +201,6 @@ class Builder:
         sets = graph.nodes["attributes"][kernels].tolist()
         write = self.cuda.set_kernel_attribute
         for index, function, chosen in zip(kernels.tolist(), functions, sets, strict=True):
-            if chosen < 0:
-                continue
             key = (function, chosen)
             todo = self._differing.get(key)
             if todo is None:
@@ -208,7 +218,8 @@ class Builder:
                 fresh[number] = (self.cuda.kernel_attribute(node, number, union), union.raw)
             self._defaults[function] = fresh
         todo = []
-        for number, (status, value) in attributes_of(self.tables.attributes[chosen]).items():
+        recorded = attributes_of(self.tables.attributes[chosen]) if chosen >= 0 else {}
+        for number, (status, value) in recorded.items():
             if status == 0 and self._defaults[function][number] != (0, value):
                 todo.append((number, ctypes.create_string_buffer(value, 64)))
         return tuple(todo)

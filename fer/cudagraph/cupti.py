@@ -75,6 +75,7 @@ class Recorder:
         self.seen = Seen()
         self.troubles: list[str] = []
         self._marks: list[int] = []
+        self._enabled: list[tuple[int, int]] = []
         self._names = {number: name for name, number in (_LOADS | _FILES).items()}
         self._library = _open() if library is None else library
         self._callback = _CALLBACK(self._called)
@@ -100,13 +101,17 @@ class Recorder:
     def close(self) -> None:
         """Give CUPTI back. Safe to call twice."""
         if self._subscriber:
+            for domain, number in self._enabled:
+                self._library.cuptiEnableCallback(0, self._subscriber, domain, number)
             self._library.cuptiUnsubscribe(self._subscriber)
             self._subscriber = c_void_p()
+            _closed.append(self._callback)  # a call under way in another thread may still arrive
 
     def _enable(self, domain: int, number: int) -> None:
         code = self._library.cuptiEnableCallback(1, self._subscriber, domain, number)
         if code:
             raise DriverError(f"CUPTI cannot report call {number} ({code})", call="cuptiEnableCallback", code=code)
+        self._enabled.append((domain, number))
 
     def _called(self, _: Any, domain: int, number: int, data: int) -> None:
         # Called by the driver in the middle of a load: an exception could go nowhere.
@@ -145,6 +150,9 @@ class Recorder:
             path = ctypes.string_at(c_void_p.from_address(parameters + 8).value or 0)
             content = ctypes.create_string_buffer(Path(os.fsdecode(path)).read_bytes())
             self.seen.by_handle[handle] = images.look(ctypes.addressof(content))
+
+
+_closed: list[Any] = []
 
 
 def _open() -> Any:

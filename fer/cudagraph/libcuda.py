@@ -103,16 +103,25 @@ PROTOTYPES: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
 """Our name of each call, the driver's symbol, and its arguments. All of them exist in drivers from CUDA 12.5 on."""
 
 
+SHORT: Final = frozenset(
+    {"add_kernel", "node_type", "kernel_params", "kernel_attribute", "set_kernel_attribute", "function_attribute"}
+)
+"""Calls of about a microsecond, made ten thousand times in a row."""
+
+
 class Cuda:
     """The calls as attributes: each returns the driver's status code, which :meth:`check` turns into an error.
+
+    Args:
+        quick: the same library for the calls of :data:`SHORT`, opened so that they keep Python's lock.
 
     Raises:
         DriverError: the driver lacks one of the functions.
     """
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, quick: Any = None) -> None:
         for name, (symbol, arguments) in PROTOTYPES.items():
-            function = getattr(library, symbol, None)
+            function = getattr(quick if quick is not None and name in SHORT else library, symbol, None)
             if function is None:
                 raise DriverError(f"this driver has no {symbol}", fix="Update the NVIDIA driver.", call=symbol, code=-1)
             if not isinstance(function, type(_PROBE)):  # a callback of a test knows its types already
@@ -147,14 +156,19 @@ _PROBE = ctypes.CFUNCTYPE(c_int)()
 
 
 @functools.cache
-def open_cuda() -> Cuda:
+def open_cuda(*, restoring: bool = False) -> Cuda:
     """The driver of this machine.
+
+    Args:
+        restoring: keep Python's lock during short calls. Giving it up and getting it back for each of ten thousand
+            calls lets a busy thread of the engine in between every two. Never in a process that records: CUPTI's
+            callback needs the lock while the driver holds its own.
 
     Raises:
         DriverError: there is none.
     """
     try:
-        return Cuda(ctypes.CDLL("libcuda.so.1"))
+        return Cuda(ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1") if restoring else None)
     except OSError as error:
         raise DriverError(
             "the CUDA driver cannot be loaded", why=str(error), fix="Install a NVIDIA driver.", call="dlopen", code=-1

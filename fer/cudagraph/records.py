@@ -165,6 +165,7 @@ class Tables:
     images: list[Image] = field(default_factory=list)
     attributes: list[bytes] = field(default_factory=list)  # each ATTRIBUTE x len(ATTRIBUTE_IDS)
     _attribute_index: dict[bytes, int] = field(default_factory=dict, repr=False)
+    _identities: dict[int, bytes] = field(default_factory=dict, repr=False)
 
     def attribute_set(self, value: bytes) -> int:
         """Index of a set of launch attributes, added where it is new."""
@@ -189,10 +190,17 @@ class Tables:
 
     def identity(self, index: int) -> bytes:
         """32 bytes that name a function by binary, name, parameters and compiled properties."""
-        function = self.functions[index]
-        image = self.images[function.image].digest if function.image >= 0 else "unknown"
-        fixed = [function.attributes[i] for i in FIXED]
-        return hashlib.sha256(repr((image, function.name, function.layout, fixed)).encode()).digest()
+        if index not in self._identities:
+            function = self.functions[index]
+            image = self.images[function.image].digest if function.image >= 0 else "unknown"
+            fixed = [function.attributes[i] for i in FIXED]
+            text = repr((image, function.name, function.layout, fixed)).encode()
+            self._identities[index] = hashlib.sha256(text).digest()
+        return self._identities[index]
+
+    def share_identities(self, other: Tables) -> None:
+        """Take over what ``other``, with the same functions and binaries, knows of their identities."""
+        self._identities = other._identities
 
     def digest(self, graph: Graph) -> str:
         """SHA-256 over all that the driver can give back of a graph, children included; the read-back compares it."""

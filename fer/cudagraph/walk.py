@@ -7,9 +7,9 @@ functions are known), so what is compared afterwards was read in one way.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_size_t, memmove
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -71,30 +71,47 @@ def attributes_of(cuda: Cuda, function: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def walk(cuda: Cuda, handle: int, name: str, tables: Tables, resolve: Resolve, *, handles: Array | None = None) -> int:
+@dataclass(frozen=True)
+class Built:
+    """What is known of a graph that this process built, and need not be asked for.
+
+    Attributes:
+        handles: its nodes, in the order wanted.
+        kinds: their kinds.
+        attributes: for a function, the launch attributes any of its nodes was given (to be read), and the whole set
+            as the driver gives it for a plain node.
+    """
+
+    handles: Array
+    kinds: Array
+    attributes: Callable[[int], tuple[Sequence[int], bytes]]
+
+
+def walk(cuda: Cuda, handle: int, name: str, tables: Tables, resolve: Resolve, *, built: Built | None = None) -> int:
     """Read a graph, with its children, into ``tables``; its index there.
 
     Nodes of a kind that cannot be kept are recorded with their kind alone; the audit refuses them by name.
 
     Args:
         handle: the ``CUgraph``.
-        handles: its nodes in the order wanted, for one that this process built; the driver's order by default.
+        built: for one that this process built. Its nodes are read in that order (the driver's own by default), and
+            of launch attributes those that were set.
 
     Raises:
         DriverError, GraphRefused: a node could not be read.
     """
-    nodes = _nodes(cuda, handle) if handles is None else handles
+    nodes = _nodes(cuda, handle) if built is None else built.handles
     table = np.zeros(len(nodes), NODE)
     table["function"] = table["attributes"] = table["child"] = -1
     graph = Graph(name, table, _edges(cuda, handle, nodes), np.zeros(0, "<u1"))
     place = len(tables.graphs)
     tables.graphs.append(graph)
-    table["kind"] = _kinds(cuda, nodes)
+    table["kind"] = _kinds(cuda, nodes) if built is None else built.kinds
     blocks: dict[int, bytes] = {}
     for index in np.flatnonzero((table["kind"] == MEMSET) | (table["kind"] == MEMCPY)).tolist():
         blocks[index] = _plain(cuda, int(nodes[index]), int(table["kind"][index]))
     kernels = np.flatnonzero(table["kind"] == KERNEL)
-    packed = _kernels(cuda, nodes, kernels, table, tables, resolve)
+    packed = _kernels(cuda, nodes, kernels, table, tables, resolve, built)
     graph.params = _merged(table, kernels, packed, blocks)
     for index in np.flatnonzero(table["kind"] == CHILD).tolist():
         inner = cuda.value("child_graph", int(nodes[index]))
@@ -146,7 +163,7 @@ def _plain(cuda: Cuda, node: int, kind: int) -> bytes:
 
 
 def _kernels(
-    cuda: Cuda, nodes: Array, kernels: Array, table: Array, tables: Tables, resolve: Resolve
+    cuda: Cuda, nodes: Array, kernels: Array, table: Array, tables: Tables, resolve: Resolve, built: Built | None
 ) -> Array:
     """Fill the table's rows of kernels; their parameter blocks, one after another."""
     found = np.zeros(len(kernels), KERNEL_PARAMS)
@@ -167,8 +184,11 @@ def _kernels(
         table[name][kernels] = found[name]
     via = np.where(found["pointers"] != 0, VIA_POINTERS, np.where(found["extra"] != 0, VIA_BUFFER, VIA_POINTERS))
     table["via"][kernels] = via
-    table["attributes"][kernels] = _attributes(cuda, handles, tables)
-    return _parameters(found, via.tolist(), functions, tables, table, kernels)
+    if built is None:
+        table["attributes"][kernels] = _attributes(cuda, handles, tables)
+    else:
+        table["attributes"][kernels] = _set_attributes(cuda, handles, functions, tables, built)
+    return _parameters(found, via, functions, tables, table, kernels)
 
 
 def _attributes(cuda: Cuda, handles: list[int], tables: Tables) -> list[int]:
@@ -188,49 +208,104 @@ def _attributes(cuda: Cuda, handles: list[int], tables: Tables) -> list[int]:
     return indices
 
 
+def _set_attributes(cuda: Cuda, handles: list[int], functions: list[int], tables: Tables, built: Built) -> list[int]:
+    """Sets of launch attributes where only some were set: the rest is as for a plain node of the function."""
+    scratch = np.zeros(len(ATTRIBUTE_IDS), ATTRIBUTE)
+    base, read, intern = address(scratch), cuda.kernel_attribute, tables.attribute_set
+    plans: dict[int, tuple[bytes, list[tuple[int, int, int]], int]] = {}
+    indices = []
+    for node, function in zip(handles, functions, strict=True):
+        plan = plans.get(function)
+        if plan is None:
+            numbers, plain = built.attributes(function)
+            rows = [ATTRIBUTE_IDS.index(number) for number in numbers]
+            places = [(n, row, base + row * ATTRIBUTE.itemsize + 8) for n, row in zip(numbers, rows, strict=True)]
+            plan = plans[function] = (plain, places, intern(plain))
+        plain, places, index = plan
+        if places:
+            memmove(base, plain, len(plain))
+            for number, row, place in places:
+                memmove(place, _NOTHING, 64)
+                code = read(node, number, place)
+                if code:
+                    scratch["status"][row] = code
+            index = intern(scratch.tobytes())
+        indices.append(index)
+    return indices
+
+
+_NOTHING = bytes(64)
+
+
 def _parameters(
-    found: Array, via: list[int], functions: list[int], tables: Tables, table: Array, kernels: Array
+    found: Array, via: Array, functions: list[int], tables: Tables, table: Array, kernels: Array
 ) -> Array:
     """Copy what the nodes hold, at once: the memory is the nodes' own."""
     sizes = [tables.functions[function].bytes for function in functions]
-    sources: list[Any] = [0] * len(sizes)
-    extra = found["extra"].tolist()
-    for number in [i for i, how in enumerate(via) if how == VIA_BUFFER]:
-        sources[number], sizes[number] = _buffer(extra[number])
-    total = sum(sizes)
-    packed = np.zeros(total, "<u1")
+    sources = found["pointers"].tolist()
+    for number in np.flatnonzero(via == VIA_BUFFER).tolist():
+        sources[number], sizes[number] = _buffer(int(found["extra"][number]))
+    by_pointer = np.flatnonzero((via == VIA_POINTERS) & (np.array(sizes, np.int64) > 0)).tolist()
+    apart = _follow(sources, by_pointer, functions, tables)
+    packed = np.zeros(sum(sizes), "<u1")
     at, base = 0, address(packed)
-    pointers = found["pointers"].tolist()
-    layouts = [function.layout for function in tables.functions]
-    tight = [_is_tight(layout) for layout in layouts]
-    array_of = [ctypes.c_uint64 * len(layout) for layout in layouts]
-    for number, (size, function) in enumerate(zip(sizes, functions, strict=True)):
-        if via[number] == VIA_BUFFER:
-            memmove(base + at, sources[number], size)
+    for number, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+        if number in apart:
+            for place, (offset, length) in zip(apart[number], tables.functions[functions[number]].layout, strict=True):
+                memmove(base + at + offset, place, length)
         elif size:
-            layout = layouts[function]
-            places = array_of[function].from_address(pointers[number])[:]
-            first = places[0]
-            if tight[function] and all(
-                place - first == offset for place, (offset, _) in zip(places, layout, strict=True)
-            ):
-                memmove(base + at, first, size)
-            else:
-                for place, (offset, length) in zip(places, layout, strict=True):
-                    memmove(base + at + offset, place, length)
+            memmove(base + at, source, size)
         at += size
     table["size"][kernels] = sizes
+    _clear_gaps(packed, via, functions, sizes, tables)
     return packed
 
 
-def _is_tight(layout: tuple[tuple[int, int], ...]) -> bool:
-    """No gap between parameters: then one copy takes them all, and no byte between them is read."""
-    end = 0
-    for offset, size in layout:
-        if offset != end:
-            return False
-        end = offset + size
-    return True
+def _follow(sources: list[int], chosen: list[int], functions: list[int], tables: Tables) -> dict[int, list[int]]:
+    """Replace arrays of pointers by the block they point into; where they point apart, all of them by number.
+
+    A node's parameters lie in one block of the driver's, at their offsets. Where the pointers say so, one copy takes
+    them all; the bytes between them are the driver's and are cleared afterwards.
+    """
+    offsets = [np.array([offset for offset, _ in function.layout], np.int64) for function in tables.functions]
+    counts = [len(each) for each in offsets]
+    pointers = np.zeros(sum(counts[functions[number]] for number in chosen), "<i8")
+    at, base = 0, address(pointers)
+    begins = []
+    for number in chosen:
+        count = counts[functions[number]]
+        memmove(base + at * 8, sources[number], count * 8)
+        begins.append(at)
+        at += count
+    if not chosen:
+        return {}
+    lengths = np.array([counts[functions[number]] for number in chosen])
+    flat = np.concatenate([offsets[functions[number]] for number in chosen])
+    blocks = pointers - flat
+    firsts = blocks[begins]
+    wrong = np.repeat(firsts, lengths) != blocks
+    apart = set(np.repeat(np.arange(len(chosen)), lengths)[wrong].tolist())
+    for place, (number, first) in enumerate(zip(chosen, firsts.tolist(), strict=True)):
+        if place not in apart:
+            sources[number] = first
+    return {chosen[place]: pointers[begins[place] : begins[place] + lengths[place]].tolist() for place in apart}
+
+
+def _clear_gaps(packed: Array, via: Array, functions: list[int], sizes: list[int], tables: Tables) -> None:
+    """Zero the bytes between parameters, of kernels that get pointers: nobody wrote them."""
+    known: dict[int, Array] = {}
+    masks = []
+    for how, function, size in zip(via.tolist(), functions, sizes, strict=True):
+        if how == VIA_BUFFER:
+            masks.append(np.ones(size, "<u1"))
+            continue
+        if function not in known:
+            known[function] = np.zeros(size, "<u1")
+            for offset, length in tables.functions[function].layout:
+                known[function][offset : offset + length] = 1
+        masks.append(known[function])
+    if masks:
+        packed *= np.concatenate(masks)
 
 
 def _buffer(extra: int) -> tuple[int, int]:
