@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fer import __version__
-from fer.cli import demo, doctor, keeper, weights
+from fer.cli import demo, doctor, graphs, keeper, weights
 from fer.cli.exit_codes import TABLE
 from fer.cli.output import print_error
 from fer.errors import UsageError
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.add_typer(keeper.app, name="keeper")
+app.add_typer(graphs.app, name="graphs")
 app.command("load")(weights.load)
 app.command("status")(weights.status)
 app.command("explain")(weights.explain)

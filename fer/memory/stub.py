@@ -33,6 +33,7 @@ _X86_64: Final = (
     + bytes.fromhex("31c0c3")  # none: xor eax, eax; ret
 )
 _FREE: Final = bytes.fromhex("c3")
+_alive: list[tuple[object, ...]] = []
 
 
 class BumpAllocator:
@@ -63,9 +64,13 @@ class BumpAllocator:
             ctypes.c_void_p(base), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC
         ):
             raise MappingError(
-                "the system forbids executable memory", why=f"errno {ctypes.get_errno()}", fix="Allow it, or cudagraph=false."
+                "the system forbids executable memory",
+                why=f"errno {ctypes.get_errno()}",
+                fix="Allow it, or set cudagraph=false.",
             )
         self.allocate, self.free = base, base + len(code)
+        # torch calls `free` when it drops its pool, which may be after everything of ours is gone.
+        _alive.append((self._state, self._code, self._view))
 
     @property
     def cursor(self) -> int:
