@@ -1,6 +1,6 @@
 """Record the small archive that tests read on machines without a GPU: only kernels of this project's own sources.
 
-    python -m bench.graphs_fixture FILE
+python -m bench.graphs_fixture FILE
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class Tiny(DecodeGraphs):
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {"kv.0": self.cache, "x": self.x, "weight": self.weight}
 
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
     def step(self, size: int) -> Mapping[str, torch.Tensor]:
         out = norm(norm(self.x[:size], self.weight), self.weight)
         self.cache[:size].copy_(out)
@@ -79,7 +82,14 @@ def main() -> None:
     made = capture(model, model.batch_sizes, ranges)
     begin = time.perf_counter()
     saved = saving.save(Path(sys.argv[1]), open_cuda(), recorder.seen, made, model, ranges, [], {}, "fixture")
-    print("fixture", saved, made.troubles, time.perf_counter() - begin, Path(sys.argv[1]).stat().st_size, recorder.troubles)
+    print(
+        "fixture",
+        saved,
+        made.troubles,
+        time.perf_counter() - begin,
+        Path(sys.argv[1]).stat().st_size,
+        recorder.troubles,
+    )
     sys.stdout.flush()
     os._exit(0)
 

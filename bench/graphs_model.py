@@ -52,7 +52,7 @@ class Decoder(DecodeGraphs):
 
         hidden, inner, kv = self.hidden, self.inner, self.groups * HEAD
         self.embedding = draw(self.vocabulary, hidden)
-        self.weights = [
+        self.blocks = [
             {
                 "before": 1 + draw(hidden), "qkv": draw(hidden, hidden + 2 * kv), "out": draw(hidden, hidden),
                 "after": 1 + draw(hidden), "up": draw(hidden, 2 * inner), "down": draw(inner, hidden),
@@ -84,8 +84,8 @@ class Decoder(DecodeGraphs):
         layer = self.hidden * (2 * self.hidden + 2 * kv + 3 * self.inner)
         return 2 * (self.layers * layer + self.vocabulary * self.hidden) + (4 << 30)
 
-    def named_weights(self) -> Mapping[str, torch.Tensor]:
-        found = {f"{number}.{name}": w for number, each in enumerate(self.weights) for name, w in each.items()}
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        found = {f"{number}.{name}": w for number, each in enumerate(self.blocks) for name, w in each.items()}
         return {"embedding": self.embedding, **found}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -97,7 +97,7 @@ class Decoder(DecodeGraphs):
         kv = groups * HEAD
         x = self.embedding[self.token[:size]]
         mask = (self.column[None, :] <= position[:, None])[:, None, None, :]
-        for weights, (keys, values) in zip(self.weights, self.cache, strict=True):
+        for weights, (keys, values) in zip(self.blocks, self.cache, strict=True):
             q, k, v = (norm(x, weights["before"]) @ weights["qkv"]).split((hidden, kv, kv), -1)
             keys[self.row[:size], :, position] = k.reshape(size, groups, HEAD)
             values[self.row[:size], :, position] = v.reshape(size, groups, HEAD)

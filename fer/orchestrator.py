@@ -39,11 +39,12 @@ def recover(engine: Engine, options: Options | None = None, **overrides: Any) ->
     """
     start = _start(engine, options, overrides)
     report = start.report
-    _load_weights(start)
-    with report.phase("kv"):
+    graphs = stages.cudagraph_stage()
+    _load_weights(start, graphs)
+    with report.phase("kv"), graphs.placing(start):
         engine.allocate_kv()
     with report.phase("graphs"):
-        _run(start, stages.after_weights())
+        graphs.run(start)
         engine.warm_up()
     with report.phase("server"):
         engine.first_token()
@@ -57,7 +58,7 @@ def preload(engine: Engine, options: Options | None = None, **overrides: Any) ->
     Takes and raises the same as :func:`recover`.
     """
     start = _start(engine, options, overrides)
-    _load_weights(start, tokenizer=False)
+    _load_weights(start, None, tokenizer=False)
     start.report.finish()
     return start.report
 
@@ -70,10 +71,13 @@ def _start(engine: Engine, options: Options | None, overrides: dict[str, Any]) -
     return stages.Start(engine=engine, options=options, report=Report())
 
 
-def _load_weights(start: stages.Start, *, tokenizer: bool = True) -> None:
+def _load_weights(start: stages.Start, graphs: stages.Wide | None, *, tokenizer: bool = True) -> None:
     engine, report = start.engine, start.report
     with report.phase("distributed"):
         engine.init_distributed()
+    if graphs is not None:
+        with report.phase("graphs"):
+            graphs.prepare(start)
     if tokenizer:
         with report.phase("tokenizer"):
             engine.load_tokenizer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,17 @@ class Stage(ABC):
         """Do the stage's part of the start and report the path taken."""
 
 
+class Wide(Stage):
+    """A stage that begins before the weights and has a hand in where the engine allocates."""
+
+    def prepare(self, start: Start) -> None:
+        """After the process groups stand, before the weights: what has to be first, or can go on beside them."""
+
+    def placing(self, start: Start) -> AbstractContextManager[None]:
+        """Around the engine's allocation of its key/value cache."""
+        return nullcontext()
+
+
 class Absent(Stage):
     """A stage this version of FER does not have; the report says so instead of passing it over."""
 
@@ -65,6 +77,8 @@ def before_weights() -> list[Stage]:
     return [Absent("kernels"), Absent("distinit")]
 
 
-def after_weights() -> list[Stage]:
-    """What needs the weights in place."""
-    return [Absent("cudagraph")]
+def cudagraph_stage() -> Wide:
+    """The CUDA graph stage."""
+    from fer.cudagraph.stage import CudaGraphStage
+
+    return CudaGraphStage()

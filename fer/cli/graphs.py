@@ -79,7 +79,8 @@ def diff(left: Left, right: Right, json: JsonFlag = False) -> None:
 def prune(
     everything: Annotated[bool, typer.Option("--all", help="Remove every archive.")] = False,
     days: Annotated[
-        float | None, typer.Option("--older-than", help="Remove those older than so many days, too.", show_default=False)
+        float | None,
+        typer.Option("--older-than", help="Remove those older than so many days, too.", show_default=False),
     ] = None,
     home: Home = None,
     json: JsonFlag = False,

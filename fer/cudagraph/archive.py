@@ -68,6 +68,16 @@ class Archive:
     path: Path | None = None
     digest: str = ""
 
+    @property
+    def scratch(self) -> list[Content]:
+        """Contents that a restore writes."""
+        return [each for each in self.contents if not each.name.startswith("probe/")]
+
+    @property
+    def probes(self) -> list[Content]:
+        """Inputs of the recorded outputs, which only the proof writes: in an engine they are the engine's."""
+        return [each for each in self.contents if each.name.startswith("probe/")]
+
     def graph(self, name: str) -> Graph:
         """A graph by name. Raises KeyError."""
         return next(graph for graph in self.tables.top() if graph.name == name)

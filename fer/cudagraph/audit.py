@@ -77,11 +77,11 @@ class Owners:
         self._reach = np.maximum.accumulate(np.array([o.address + o.size for o in self.all] or [0], "<u8"))
 
     def covers(self, words: Array) -> Array:
-        """For each word whether it lies in owned memory (or directly at its end, where empty slices point)."""
+        """For each word whether it lies in owned memory; the address behind its last byte does not."""
         if not self.all:
             return np.zeros(len(words), bool)
         place = np.searchsorted(self._starts, words, side="right").astype(np.int64) - 1
-        inside: Array = (place >= 0) & (words <= self._reach[np.maximum(place, 0)])
+        inside: Array = (place >= 0) & (words < self._reach[np.maximum(place, 0)])
         return inside
 
     def name_of(self, address: int) -> str:

@@ -169,7 +169,7 @@ class Builder:
         total = int(ends[-1]) if len(ends) else 0
         inner = np.arange(total) - np.repeat(ends - wanted, wanted)
         offsets = flat[np.repeat(begin[rows["function"]], wanted) + inner]
-        pointers = (np.repeat(blocks.astype(np.int64), wanted) + offsets).astype("<u8")
+        pointers: Array = (np.repeat(blocks.astype(np.int64), wanted) + offsets).astype("<u8")
         if total == 0:
             pointers = np.zeros(1, "<u8")
         launches["pointers"][chosen] = (address(pointers) + (ends - wanted) * 8).astype("<u8")[chosen]
@@ -236,9 +236,7 @@ class Builder:
             chosen = edges[edges["data"] == data]
             ends = np.ascontiguousarray(np.stack([nodes[chosen["source"]], nodes[chosen["target"]]]))
             kinds = np.ascontiguousarray(chosen["data"])
-            self.cuda.call(
-                "add_dependencies", handle, address(ends[0]), address(ends[1]), address(kinds), len(chosen)
-            )
+            self.cuda.call("add_dependencies", handle, address(ends[0]), address(ends[1]), address(kinds), len(chosen))
 
     def _explain(self, code: int, graph: Graph, index: int) -> None:
         row = graph.nodes[index]

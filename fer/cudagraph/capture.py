@@ -81,7 +81,9 @@ def capture(
             try:
                 with torch.cuda.graph(graph, pool=pool, stream=made.stream):
                     outputs = graphs.step(size)
-            except RuntimeError as error:  # torch's word for all that can go wrong in a capture, lack of memory included
+            except (
+                RuntimeError
+            ) as error:  # torch's word for all that can go wrong in a capture, lack of memory included
                 made.troubles[size] = str(error).splitlines()[0]
                 continue
             made.graphs[size], made.outputs[size] = graph, outputs

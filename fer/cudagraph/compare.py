@@ -33,7 +33,9 @@ def compare(left: Archive, right: Archive) -> list[Difference]:
             reasons = [archive.facts.get("refused", {}).get(name, "absent") for archive in (left, right)]
             found.append(Difference(name, "kept" if mine else reasons[0], "kept" if other else reasons[1]))
         elif left.tables.digest(mine) != right.tables.digest(other):
-            found += [Difference(f"{name}: {each.what}", each.left, each.right) for each in graphs(left, mine, right, other)]
+            found += [
+                Difference(f"{name}: {each.what}", each.left, each.right) for each in graphs(left, mine, right, other)
+            ]
     return found
 
 

@@ -81,7 +81,7 @@ def elf_size(header: bytes) -> int:
     """Length of a 64-bit ELF file from its header: cubins end with one of their two tables."""
     phoff, shoff = struct.unpack_from("<QQ", header, 0x20)
     phentsize, phnum, shentsize, shnum = struct.unpack_from("<HHHH", header, 0x36)
-    return max(shoff + shentsize * shnum, phoff + phentsize * phnum, len(header))
+    return int(max(shoff + shentsize * shnum, phoff + phentsize * phnum, len(header)))
 
 
 def kernels_in(image: bytes | memoryview) -> list[str]:

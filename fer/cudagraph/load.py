@@ -88,7 +88,9 @@ class Binaries:
         fresh = describe(self._cuda, handle, function.image)
         differing = [i for i in FIXED if fresh.attributes[i] != function.attributes[i]]
         if fresh.layout != function.layout or differing:
-            raise GraphRefused(f"{function.name} is not what it was", why=f"attributes {differing} or parameters differ")
+            raise GraphRefused(
+                f"{function.name} is not what it was", why=f"attributes {differing} or parameters differ"
+            )
 
     def _library(self, image: int) -> int:
         if image < 0:

@@ -125,7 +125,7 @@ class Functions:
 def changed_globals(
     cuda: Cuda, module: int, image: bytes | memoryview, owners: Owners, oracle: Oracle
 ) -> tuple[tuple[tuple[str, bytes], ...], str]:
-    """Variables of a module that no longer hold what its image says, and why they cannot be restored (``""``: they can).
+    """Variables of a module that no longer hold what the image says, and why they cannot be restored.
 
     A variable the driver does not find by name cannot have been written by the host; one that kernels may have written
     (not constant, not initialised text) counts as a reason.

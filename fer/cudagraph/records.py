@@ -152,8 +152,9 @@ class Graph:
     @property
     def starts(self) -> Array:
         """Where each node's block begins in ``params``."""
-        ends = np.cumsum(self.nodes["size"], dtype=np.int64)
-        return ends - self.nodes["size"]
+        ends: Array = np.cumsum(self.nodes["size"], dtype=np.int64)
+        begins: Array = ends - self.nodes["size"]
+        return begins
 
 
 @dataclass
@@ -230,6 +231,5 @@ def attributes_of(value: bytes) -> dict[int, tuple[int, bytes]]:
     """Launch attributes of one set: status and 64 bytes by id."""
     rows = np.frombuffer(value, ATTRIBUTE)
     return {
-        number: (int(row["status"]), row["value"].tobytes())
-        for number, row in zip(ATTRIBUTE_IDS, rows, strict=True)
+        number: (int(row["status"]), row["value"].tobytes()) for number, row in zip(ATTRIBUTE_IDS, rows, strict=True)
     }

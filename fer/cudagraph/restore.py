@@ -68,7 +68,7 @@ def place(archive: Archive, cuda: Cuda, ranges: Ranges) -> None:
         if recorded["address"] != each.address:
             raise MappingError(f"the range {each.name} lies at {each.address:#x}, was at {recorded['address']:#x}")
         each.map(recorded["used"], chunk=max(recorded["used"], 1))
-    for content in archive.contents:
+    for content in archive.scratch:
         data = ctypes.create_string_buffer(content.data, len(content.data))
         cuda.call("to_device", content.address, ctypes.addressof(data), len(content.data))
 
@@ -155,7 +155,9 @@ class Restorer:
             begin = time.perf_counter()
             wanted = self.archive.facts["digests"].get(name)
             if self._builder.read_back(handle, nodes, recorded) != wanted:
-                raise GraphRefused(f"graph {name} did not become what was recorded", why="read-back differs", graph=name)
+                raise GraphRefused(
+                    f"graph {name} did not become what was recorded", why="read-back differs", graph=name
+                )
             progress.add("read back", begin)
             begin = time.perf_counter()
             executable = instantiate(self._cuda, handle)
@@ -166,8 +168,6 @@ class Restorer:
         self._cuda.check("upload", self._cuda.upload(executable, None))
         progress.add("upload", begin)
         return Graph(name, executable, self._cuda, self._pool_id, self._keep)
-
-
 
 
 def outputs_of(archive: Archive, name: str, device: str, ranges: Ranges) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fer.memory.ranges import Ranges
 
 PROBES: Final = 2
-"""Replays, each with inputs of its own, whose outputs are digested: a workspace that is not reset shows at the second."""
+"""Replays, each with inputs of its own, whose outputs are digested; a workspace nobody resets shows at the second."""
 
 SMALL: Final = 1 << 20
 """Bytes up to which a scratch buffer's contents are kept; larger ones (matrix products' workspaces) begin as zeros."""
@@ -95,12 +95,14 @@ def save(
     with _timed(saved, "contents"):
         contents = [_content(cuda, owner) for owner in scratch if owner.size <= SMALL]
     with _timed(saved, "digests"):
-        golden = _golden(captured, graphs, saved)
+        golden, probes = _golden(captured, graphs, saved)
     kept = [graph for graph in tables.top() if graph.name not in saved.refused]
     saved.kept, saved.nodes = [graph.name for graph in kept], sum(len(graph.nodes) for graph in kept)
     whole = {
         **facts,
-        "ranges": {each.name: {"address": each.address, "used": each.used, "mapped": each.mapped} for each in ranges.all},
+        "ranges": {
+            each.name: {"address": each.address, "used": each.used, "mapped": each.mapped} for each in ranges.all
+        },
         "owners": [(owner.name, owner.address, owner.size) for owner in (*weights, *named, *scratch)],
         "refused": saved.refused,
         "outputs": {name_of(size): describe(outputs) for size, outputs in captured.outputs.items()},
@@ -109,7 +111,9 @@ def save(
         "created": time.time(),
     }
     with _timed(saved, "write"):
-        archives.write(path, Archive(only(tables, kept), whole, contents))
+        names = tuple(f"probe/{name}/" for name in saved.kept)
+        useful = [each for each in probes if each.name.startswith(names)]
+        archives.write(path, Archive(only(tables, kept), whole, [*contents, *useful]))
     return saved
 
 
@@ -135,18 +139,39 @@ def describe(outputs: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
 
 
 def digests(
-    graphs: DecodeGraphs, size: int, replay: Callable[[], None], outputs: Mapping[str, torch.Tensor]
+    graphs: DecodeGraphs,
+    size: int,
+    replay: Callable[[], None],
+    outputs: Mapping[str, torch.Tensor],
+    filled: Callable[[int], None] = lambda number: None,
 ) -> list[str]:
-    """SHA-256 of all outputs after each of :data:`PROBES` replays with fixed inputs."""
+    """SHA-256 over sums of all outputs after each of :data:`PROBES` replays with fixed inputs.
+
+    Args:
+        filled: called with the number of the probe once its inputs are in place.
+    """
     import torch
 
     found = []
     for number in range(PROBES):
         graphs.fill(size, number)
+        filled(number)
         replay()
-        found.append(torch.stack([_device_digest(outputs[name]) for name in sorted(outputs)]))
+        found.append(digest_of(outputs))
     values = torch.stack(found).cpu()  # one wait for all of them
     return [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in values]
+
+
+def digest_of(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """128 bits of every output, in order of name, still on the device."""
+    import torch
+
+    return torch.stack([_device_digest(outputs[name]) for name in sorted(outputs)])
+
+
+def probe_name(graph: str, number: int) -> str:
+    """Beginning of the names of the inputs of one probe."""
+    return f"probe/{graph}/{number}/"
 
 
 def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,24 +229,46 @@ def _content(cuda: Cuda, owner: Owner) -> Content:
     return Content(owner.name, owner.address, data.raw)
 
 
-def _golden(captured: Captured, graphs: DecodeGraphs, saved: Saved) -> dict[str, list[str]]:
-    """Digests of each graph's outputs, ``[]`` where two native runs differ; refuses graphs that draw random numbers."""
+def _golden(captured: Captured, graphs: DecodeGraphs, saved: Saved) -> tuple[dict[str, list[str]], list[Content]]:
+    """Digests of each graph's outputs, ``[]`` where two native runs differ, and the inputs that led to them.
+
+    Refuses graphs that draw random numbers: torch moves the generator on at each replay of its own graphs.
+    """
     import torch
 
-    golden = {}
+    golden: dict[str, list[str]] = {}
+    inputs: list[tuple[str, int, torch.Tensor]] = []
+    small = {name: tensor for name, tensor in graphs.tensors().items() if _is_small_input(tensor)}
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     with torch.inference_mode():
         for size, graph in captured.graphs.items():
-            if name_of(size) in saved.refused:
+            name = name_of(size)
+            if name in saved.refused:
                 continue
+
+            def keep(number: int, name: str = name) -> None:
+                for label, tensor in small.items():
+                    plain = tensor.contiguous().reshape(-1).view(torch.uint8)
+                    inputs.append((probe_name(name, number) + label, tensor.data_ptr(), plain.clone()))
+
             offset = generator.get_offset()
-            first = digests(graphs, size, graph.replay, captured.outputs[size])
+            first = digests(graphs, size, graph.replay, captured.outputs[size], keep)
             second = digests(graphs, size, graph.replay, captured.outputs[size])
             if generator.get_offset() != offset:
-                saved.refused[name_of(size)] = "uses random-number state"
+                saved.refused[name] = "uses random-number state"
                 continue
-            golden[name_of(size)] = first if first == second else []
-    return golden
+            golden[name] = first if first == second else []
+    sizes = [len(data) for _, _, data in inputs]
+    whole = torch.cat([data for _, _, data in inputs]).cpu().numpy().tobytes() if inputs else b""
+    contents, at = [], 0
+    for (label, address, _), length in zip(inputs, sizes, strict=True):
+        contents.append(Content(label, address, whole[at : at + length]))
+        at += length
+    return golden, contents
+
+
+def _is_small_input(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and 0 < tensor.nbytes <= SMALL // 4
 
 
 class _timed:

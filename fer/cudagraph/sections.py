@@ -61,7 +61,9 @@ class Sections:
             with open(path, "rb") as file:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size < _HEADER.size:
-                    raise ArchiveError(f"{path} is no archive of graphs", why=f"it has {self.size} bytes", section="header")
+                    raise ArchiveError(
+                        f"{path} is no archive of graphs", why=f"it has {self.size} bytes", section="header"
+                    )
                 self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         except OSError as error:
             raise ArchiveError(f"{path} cannot be read", why=error.strerror or str(error), section="file") from error

@@ -237,9 +237,7 @@ def _set_attributes(cuda: Cuda, handles: list[int], functions: list[int], tables
 _NOTHING = bytes(64)
 
 
-def _parameters(
-    found: Array, via: Array, functions: list[int], tables: Tables, table: Array, kernels: Array
-) -> Array:
+def _parameters(found: Array, via: Array, functions: list[int], tables: Tables, table: Array, kernels: Array) -> Array:
     """Copy what the nodes hold, at once: the memory is the nodes' own."""
     sizes = [tables.functions[function].bytes for function in functions]
     sources = found["pointers"].tolist()

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from fer.engines.graphs import DecodeGraphs
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
@@ -117,8 +119,15 @@ class Engine(ABC):
     def allocate_kv(self) -> None:
         """Phase ``kv``."""
 
+    def graphs(self) -> DecodeGraphs | None:
+        """The decode graphs FER is to keep; None for an engine that has none, or captures its own.
+
+        Asked before the weights are there; the same object every time.
+        """
+        return None
+
     def warm_up(self) -> None:
-        """Phase ``graphs``, as long as no cudagraph stage takes it over."""
+        """Phase ``graphs``, after the cudagraph stage."""
 
     def first_token(self) -> None:
         """Produce one token; its end is the end of the start."""

@@ -20,6 +20,13 @@ class Replayable(Protocol):
     def pool(self) -> Any: ...
 
 
+class Session(Protocol):
+    """What an engine asks after its memory may have moved (sleep, wake, other weights)."""
+
+    def verify_owners(self) -> list[str]:
+        """Stop using graphs whose memory moved; what moved, by name."""
+
+
 class DecodeGraphs(ABC):
     """One decode step for each of a list of batch sizes.
 
@@ -33,6 +40,21 @@ class DecodeGraphs(ABC):
 
     batch_sizes: Sequence[int]
     warm_ups: int = 2
+    session: Session | None = None
+    """What watches over the graphs, once the stage has run; None where none are FER's."""
+
+    static_bytes: int = 64 << 20
+    scratch_bytes: int = 1 << 30
+    pool_bytes: int = 2 << 30
+    """Device bytes to have at hand for inputs, libraries' workspaces and what steps make; what is left goes back."""
+
+    def pin(self, layout: Mapping[str, Any]) -> bool:
+        """Take this size and layout of the cache, recorded earlier, instead of measuring; False where it cannot be."""
+        return dict(layout) == dict(self.layout())
+
+    @abstractmethod
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Every tensor of the module, by path."""
 
     @abstractmethod
     def layout(self) -> Mapping[str, Any]:

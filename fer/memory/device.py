@@ -43,6 +43,11 @@ class CudaDevice:
         self.uuid = _uuid(self._device, self.name)
         self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
 
+    @property
+    def context(self) -> int:
+        """The ``CUcontext`` as a number, for calls that take it so."""
+        return int(self._context)
+
     def attribute(self, name: str) -> int:
         """A device attribute by the name of its enumerator, without ``CU_DEVICE_ATTRIBUTE_``."""
         kind = getattr(driver.bindings().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")

@@ -22,7 +22,8 @@ ROUND: Final = 2 << 20
 _X86_64: Final = (
     bytes.fromhex("4c8d87ffff1f00")  # lea r8, [rdi + 0x1fffff]
     + bytes.fromhex("4981e00000e0ff")  # and r8, -0x200000
-    + bytes.fromhex("48b9") + b"%s"  # mov rcx, state
+    + bytes.fromhex("48b9")
+    + b"%s"  # mov rcx, state
     + bytes.fromhex("488b01")  # again: mov rax, [rcx]
     + bytes.fromhex("4a8d1400")  # lea rdx, [rax + r8]
     + bytes.fromhex("483b5108")  # cmp rdx, [rcx + 8]

@@ -59,7 +59,11 @@ def cubin(*names: str, variables: dict[str, bytes] | None = None, salt: bytes = 
         symbols += struct.pack("<IBBHQQ", len(strings), 1 << 4 | 1, 0, place, len(init), len(value))
         strings += name.encode() + b"\0"
         init += value
-    sections += [(".nv.global.init", 1, init, 0, 0), (".symtab", 2, symbols, place + 2, 24), (".strtab", 3, strings, 0, 0)]
+    sections += [
+        (".nv.global.init", 1, init, 0, 0),
+        (".symtab", 2, symbols, place + 2, 24),
+        (".strtab", 3, strings, 0, 0),
+    ]
     body, rows, at = b"", b"", ELF_HEAD
     for name, kind, data, link, entry in sections:
         rows += struct.pack("<IIQQQQIIQQ", len(shstr), kind, 0, 0, at, len(data), link, 0, 8, entry)
@@ -69,7 +73,11 @@ def cubin(*names: str, variables: dict[str, bytes] | None = None, salt: bytes = 
     rows += struct.pack("<IIQQQQIIQQ", len(shstr), 3, 0, 0, at, len(shstr) + 10, 0, 0, 1, 0)
     shstr += b".shstrtab\0"
     body += shstr
-    header = b"\x7fELF" + bytes(28) + struct.pack("<QQIHHHHHH", 0, ELF_HEAD + len(body), 0, 64, 0, 0, 64, len(sections) + 1, len(sections))
+    header = (
+        b"\x7fELF"
+        + bytes(28)
+        + struct.pack("<QQIHHHHHH", 0, ELF_HEAD + len(body), 0, 64, 0, 0, 64, len(sections) + 1, len(sections))
+    )
     return header.ljust(ELF_HEAD, b"\0")[:ELF_HEAD] + body + rows
 
 

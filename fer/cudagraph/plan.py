@@ -1,0 +1,227 @@
+"""Before the weights: is there an archive that may be used, and if not, why, and can one be saved?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fer import fingerprint
+from fer.cudagraph import archive as archives
+from fer.cudagraph import sections, state, store
+from fer.cudagraph.archive import Archive
+from fer.cudagraph.audit import Owner
+from fer.cudagraph.cupti import Recorder
+from fer.cudagraph.libcuda import Cuda, open_cuda
+from fer.cudagraph.restore import Restorer, place
+from fer.environment import package_version, probe
+from fer.errors import FerError, GraphRefused, MappingError
+from fer.fingerprint import Fingerprint
+from fer.memory import ranges as memory
+from fer.memory.device import CudaDevice, current_ordinal
+
+if TYPE_CHECKING:
+    from fer.engines.graphs import DecodeGraphs
+    from fer.memory.ranges import Ranges
+    from fer.stages import Start
+
+KERNEL_LIBRARIES: Final = (
+    "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13", "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "triton", "flash-attn", "flashinfer-python",
+)  # fmt: skip
+"""Distributions whose kernels stand in graphs, or which choose kernels."""
+
+VARIABLES: Final = ("CUBLAS_", "CUBLASLT_", "CUDNN_", "TORCH_", "TRITON_", "NVIDIA_TF32", "CUDA_MODULE_LOADING")
+"""Beginnings of variables that choose kernels or how their modules are loaded."""
+
+_SWITCHES: Final = ("TORCH_LOGS", "TORCH_SHOW_", "TORCH_CPP_LOG", "TRITON_CACHE_DIR", "TORCH_HOME", "TORCH_EXTENSIONS")
+
+
+@dataclass
+class Plan:
+    """What a start does about its graphs.
+
+    Attributes:
+        archive: what is being restored; None where graphs are captured.
+        why: why nothing is restored, ``""`` where it is.
+        unsaved: why what is captured cannot be saved, ``""`` where it can.
+        ready: graphs restored so far, by name.
+    """
+
+    graphs: DecodeGraphs
+    device: CudaDevice
+    cuda: Cuda
+    ranges: Ranges
+    path: Path
+    fingerprint: Fingerprint
+    archive: Archive | None = None
+    state: state.State | None = None
+    why: str = ""
+    unsaved: str = ""
+    recorder: Recorder | None = None
+    restorer: Restorer | None = None
+    ready: dict[str, Any] = field(default_factory=dict)
+
+    def close_recorder(self) -> None:
+        """Give CUPTI back."""
+        if self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
+
+
+_taken: set[tuple[int, int]] = set()
+
+
+def make(start: Start, graphs: DecodeGraphs) -> Plan:
+    """Decide, reserve the ranges, and begin: restoring in the background, or recording.
+
+    Raises:
+        FerError: graphs can be neither restored nor saved in this process; they are captured natively.
+    """
+    trouble = memory.torch_trouble(dict(os.environ))
+    if trouble:
+        raise MappingError("graphs cannot lie at fixed addresses", why=trouble)
+    ordinal = _ordinal(start.engine.device)
+    if (os.getpid(), ordinal) in _taken:
+        raise MappingError("another engine in this process has its graphs at these addresses")
+    device = CudaDevice(ordinal)
+    ranges = memory.reserve(device)
+    _taken.add((os.getpid(), ordinal))
+    identity = start.engine.identity()
+    found = describe(start, graphs, ranges)
+    path = store.path_for(
+        start.options.home,
+        model=f"{identity.engine} {identity.model}",
+        rank=found.rank_key,
+        device=device.name,
+        place=ranges.span[0],
+    )
+    plan = Plan(graphs, device, open_cuda(), ranges, path, found)
+    _choose(plan)
+    if not start.engine.agree(plan.archive is not None) and plan.archive is not None:
+        plan.archive, plan.why = None, "another rank of this launch has no archive that fits"
+    _begin(plan)
+    return plan
+
+
+def describe(start: Start, graphs: DecodeGraphs, ranges: Ranges) -> Fingerprint:
+    """All that must be the same: the weights' fingerprint, and what decides graphs beyond it. Not in it: any value."""
+    base = fingerprint.of(start.engine.identity(), fingerprint.environment(start.engine.device))
+    extra = {
+        "format": sections.VERSION,
+        "batch_sizes": list(graphs.batch_sizes),
+        "warm_ups": graphs.warm_ups,
+        "kv": dict(graphs.layout()),
+        "span": list(ranges.span),
+        "libraries": {name: package_version(name) for name in KERNEL_LIBRARIES},
+        "variables": {
+            name: os.environ[name]
+            for name in sorted(os.environ)
+            if name.startswith(VARIABLES) and not name.startswith(_SWITCHES)
+        },
+        "torch": probe(_switches),
+    }
+    return Fingerprint(group={**base.group, "graphs": extra}, rank=base.rank)
+
+
+def checkpoint_name(start: Start) -> str:
+    """Names the weights' content as the file system does: output digests belong to it."""
+    stamps = []
+    for path in start.engine.identity().checkpoint:
+        facts = os.stat(path)
+        stamps.append((str(path), facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:32]
+
+
+def weights_of(plan: Plan) -> list[Owner]:
+    """Where the weights lie, those at fixed addresses: other memory has no owner in a later process."""
+    low, high = plan.ranges.span
+    owners = [
+        Owner(f"weight/{name}", tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        for name, tensor in plan.graphs.weights().items()
+    ]
+    return [owner for owner in owners if low <= owner.address < high]
+
+
+def _ordinal(device: str) -> int:
+    match = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if match is None:
+        raise GraphRefused("there are no graphs to keep", why=f"the engine runs on {device}")
+    return int(match[1]) if match[1] else current_ordinal()
+
+
+def _switches() -> Mapping[str, Any]:
+    import torch
+
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "reduced": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "sdpa": [
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        ],
+    }
+
+
+def _choose(plan: Plan) -> None:
+    """Set ``archive`` and ``state``, or ``why`` not."""
+    if plan.fingerprint.unknown:
+        plan.why = plan.unsaved = "; ".join(plan.fingerprint.unknown)
+        return
+    if not plan.path.is_file():
+        plan.why = "no archive was saved yet"
+        return
+    try:
+        facts, digest = archives.facts_of(plan.path)
+        kept = Fingerprint.from_json(json.dumps(facts["fingerprint"]).encode())
+        differences = fingerprint.explain(plan.fingerprint, kept)
+        if differences:
+            more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+            plan.why = "the archive is another's: " + "; ".join(str(each) for each in differences[:3]) + more
+            return
+        known = state.load(plan.path, digest)
+        if known.proof != "proven":
+            plan.why = f"the archive is {known.proof}: {known.why or 'its proof has not ended'}"
+            return
+        if not plan.graphs.pin(facts["fingerprint"]["group"]["graphs"]["kv"]):
+            plan.why = "the engine cannot take the archive's key/value cache"
+            return
+        plan.archive, plan.state = archives.read(plan.path), known
+    except (FerError, KeyError, TypeError, ValueError) as error:
+        plan.why = f"the archive cannot be read: {error}"
+
+
+def _begin(plan: Plan) -> None:
+    """Restore in the background, or record."""
+    if plan.archive is not None and plan.state is not None:
+        plan.cuda = open_cuda(restoring=True)
+        try:
+            with plan.device.current():
+                place(plan.archive, plan.cuda, plan.ranges)
+        except FerError as error:
+            plan.archive, plan.why = None, str(error)
+            plan.unsaved = "memory for the recorded pool could not be had"
+            return
+        lost = {*plan.state.quarantined, *plan.archive.facts.get("refused", {})}
+        order = [name for name in plan.archive.facts["order"] if name not in lost]
+        plan.restorer = Restorer(
+            plan.archive,
+            plan.cuda,
+            plan.ready.__setitem__,
+            order=order,
+            context=plan.device.context,
+            keep=[plan.ranges],
+        )
+        plan.restorer.start()
+    elif not plan.unsaved:
+        try:
+            plan.recorder = Recorder()
+        except FerError as error:
+            plan.unsaved = str(error)

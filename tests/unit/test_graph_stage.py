@@ -1,0 +1,323 @@
+"""The stage's decisions, with a pretended driver: whatever happens, every batch size ends with a graph and a reason."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import fer
+from fer.cudagraph import plan as planning
+from fer.cudagraph import proof, sections, stage, state
+from fer.cudagraph.capture import Captured
+from fer.cudagraph.graph import Graph
+from fer.cudagraph.plan import Plan
+from fer.cudagraph.restore import Progress, verify_owners
+from fer.errors import DriverError, MappingError
+from fer.fingerprint import Fingerprint
+from fer.options import Options
+from fer.report import Report
+from fer.stages import Start
+from tests.support.cudagraph_engine import ToyEngine, ToyGraphs
+
+NAMES = ["decode/4", "decode/8"]
+
+
+class FakeRange:
+    def __init__(self, name: str) -> None:
+        self.name, self.mapped, self.trimmed = name, 0, 0
+
+    def map(self, size: int, chunk: int = 0) -> None:
+        self.mapped = size
+
+    def trim(self) -> None:
+        self.trimmed += 1
+
+    def place(self) -> Any:
+        return nullcontext()
+
+
+class FakeRestorer:
+    def __init__(self, failed: dict[str, str] | None = None) -> None:
+        self.progress = Progress(ready={name: 0.1 for name in NAMES if name not in (failed or {})}, failed=failed or {})
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+
+class Bench:
+    """One start of the stage, with everything below it pretended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: Any) -> None:
+        self.graphs = ToyGraphs()
+        self.start = Start(engine=ToyEngine(graphs=self.graphs), options=Options(**options), report=Report())
+        self.captures: list[tuple[list[int], bool]] = []
+        self.checks: dict[str, str] = {}
+        self.closed = 0
+        self.plan = Plan(
+            graphs=self.graphs,
+            device=SimpleNamespace(ordinal=0),  # type: ignore[arg-type]
+            cuda=None,  # type: ignore[arg-type]
+            ranges=SimpleNamespace(**{n: FakeRange(n) for n in ("kv", "static", "scratch", "pool")}, span=(0, 1 << 48)),  # type: ignore[arg-type]
+            path=tmp_path / "a.fergraph",
+            fingerprint=Fingerprint(group={}, rank={}),
+            why="no archive was saved yet",
+        )
+        monkeypatch.setattr(planning, "make", lambda start, graphs: self.plan)
+        monkeypatch.setattr("fer.cudagraph.capture.capture", self.capture)
+        monkeypatch.setattr(
+            "fer.cudagraph.check.check", lambda plan, graphs, name, golden, device: self.checks.get(name, "")
+        )
+        monkeypatch.setattr(stage, "outputs_of", lambda *_: {})
+        self.stage = stage.CudaGraphStage()
+
+    def capture(self, graphs: Any, sizes: Any, ranges: Any, *, keep: bool) -> Captured:
+        self.captures.append((list(sizes), ranges is not None))
+        return Captured(graphs={s: f"native {s}" for s in sizes}, outputs={s: {} for s in sizes})
+
+    def restoring(
+        self, failed: dict[str, str] | None = None, quarantined: dict[str, str] | None = None
+    ) -> FakeRestorer:
+        facts = {"order": NAMES, "golden": {}, "owners": self.owners(), "refused": {}}
+        self.plan.archive = SimpleNamespace(facts=facts)  # type: ignore[assignment]
+        self.plan.state = state.State("digest", "proven", "", quarantined or {})
+        restorer = FakeRestorer(failed)
+        self.plan.restorer = restorer  # type: ignore[assignment]
+        self.plan.ready = {name: Graph(name, 1, None) for name in restorer.progress.ready}  # type: ignore[arg-type]
+        return restorer
+
+    def owners(self) -> list[Any]:
+        self.graphs.allocate()
+        found = [(o.name, o.address, o.size) for o in stage.owners_of(self.plan)]
+        self.graphs.allocate = lambda: None  # type: ignore[method-assign]
+        return found
+
+    def run(self) -> Any:
+        with self.start.report.phase("graphs"):
+            self.stage.prepare(self.start)
+        with self.start.report.phase("kv"), self.stage.placing(self.start):
+            self.start.engine.allocate_kv()
+        with self.start.report.phase("graphs"):
+            self.stage.run(self.start)
+        return self.start.report.stages["cudagraph"]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
+    return Bench(monkeypatch, tmp_path)
+
+
+def test_restored_graphs_are_used(bench: Bench) -> None:
+    bench.restoring()
+    row = bench.run()
+    assert (row.path, row.details["graphs"], row.details["captured"]) == ("restored", 2, 0)
+    assert {size: graph.name for size, graph in bench.graphs.used.items()} == {4: "decode/4", 8: "decode/8"}
+    assert not bench.captures
+
+
+def test_a_graph_that_fails_is_captured_and_quarantined(bench: Bench) -> None:
+    bench.restoring(failed={"decode/8": "read-back differs"})
+    row = bench.run()
+    assert (row.path, row.why, row.details["captured"]) == ("restored", "read-back differs", 1)
+    assert bench.captures == [([8], False)]  # beside restored graphs, never into their pool
+    assert bench.graphs.used[8] == "native 8"
+    assert state.load(bench.plan.path, "digest").quarantined == {"decode/8": "read-back differs"}
+
+
+def test_wrong_outputs_are_captured_and_quarantined(bench: Bench) -> None:
+    bench.restoring()
+    bench.checks = {"decode/4": "its outputs are not the recorded ones"}
+    assert bench.run().details["captured"] == 1
+    assert bench.graphs.used == {8: bench.plan.ready["decode/8"], 4: "native 4"}
+
+
+def test_moved_memory_drops_every_graph_and_blames_none(bench: Bench) -> None:
+    restorer = bench.restoring()
+    owners = bench.plan.archive.facts["owners"]  # type: ignore[union-attr]
+    owners[-1] = (owners[-1][0], owners[-1][1] + 512, owners[-1][2])
+    row = bench.run()
+    assert restorer.cancelled
+    assert row.path == "refused"
+    assert "owner moved: tensor/x" in row.why
+    assert bench.captures == [([4, 8], False)]
+    assert not state.beside(bench.plan.path).exists()
+
+
+def test_after_a_wake_moved_memory_ends_the_use(bench: Bench) -> None:
+    bench.restoring()
+    bench.run()
+    session = bench.graphs.session
+    assert session is not None
+    assert session.verify_owners() == []
+    bench.graphs.x = bench.graphs.x.clone()
+    assert "owner moved: tensor/x" in session.verify_owners()[0]
+    assert bench.graphs.used == {4: None, 8: None}
+
+
+def test_without_an_archive_graphs_are_captured_and_saved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    bench.plan.recorder = SimpleNamespace(seen=None, close=lambda: closed.append(1))  # type: ignore[assignment]
+    monkeypatch.setattr(bench.stage, "_save", lambda *_: {"saved": True, "kept": 2})
+    row = bench.run()
+    assert (row.path, row.details["saved"], row.details["gc"]) == ("loaded", True, "frozen")
+    assert bench.captures == [([4, 8], True)]
+    assert closed == [1]
+
+
+def test_a_save_that_fails_costs_nothing_but_the_save(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.plan.recorder = SimpleNamespace(seen=None, close=lambda: None)  # type: ignore[assignment]
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(bench.stage, "_save", fail)
+    row = bench.run()
+    assert "please report" in row.why
+    assert bench.graphs.used == {4: "native 4", 8: "native 8"}
+
+
+def test_without_cupti_graphs_are_captured(bench: Bench) -> None:
+    bench.plan.unsaved = "there is no CUPTI"
+    row = bench.run()
+    assert (row.path, row.details["saved"]) == ("loaded", False)
+    assert "there is no CUPTI" in row.why
+
+
+def test_taken_addresses_are_named_and_graphs_captured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*_: Any) -> Any:
+        raise MappingError("the range kv cannot lie at 0x3a7b")
+
+    monkeypatch.setattr(planning, "make", taken)
+    row = bench.run()
+    assert (row.path, row.details["saved"]) == ("loaded", False)
+    assert "cannot lie" in row.why
+    assert bench.captures == [([4, 8], False)]
+    assert bench.graphs.allocated == 1
+
+
+def test_no_memory_for_the_cache_at_its_place_leaves_it_to_torch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    restorer = bench.restoring()
+
+    def full(size: int, chunk: int = 0) -> None:
+        raise DriverError("cuMemMap failed", call="cuMemMap", code=1)
+
+    monkeypatch.setattr(bench.plan.ranges.kv, "map", full)
+    row = bench.run()
+    assert restorer.cancelled
+    assert row.path == "loaded"
+    assert "cuMemMap" in row.why
+
+
+@pytest.mark.parametrize(
+    ("options", "graphs", "path"),
+    [({"cudagraph": False}, True, "off"), ({"mode": "off"}, True, "off"), ({}, False, "absent")],
+)
+def test_off_and_absent_are_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any], graphs: bool, path: str
+) -> None:
+    bench = Bench(monkeypatch, tmp_path, **options)
+    if not graphs:
+        bench.start.engine._graphs = None  # type: ignore[attr-defined]
+    assert bench.run().path == path
+    assert not bench.captures
+
+
+def test_an_engine_on_the_cpu_has_no_graphs() -> None:
+    report = fer.recover(ToyEngine("cpu"), mode="off")
+    assert report.stages["cudagraph"].path == "off"
+
+
+def test_owners_that_are_missing_moved_or_smaller_are_named() -> None:
+    from fer.cudagraph.audit import Owner
+
+    recorded = [("weight/a", 100, 10), ("tensor/b", 200, 10), ("tensor/c", 300, 10), ("scratch/0", 5, 5)]
+    now = [Owner("tensor/b", 208, 10), Owner("tensor/c", 300, 8)]
+    assert [text.split(",")[0] for text in verify_owners(recorded, now)] == [
+        "owner missing: weight/a",
+        "owner moved: tensor/b from 0xc8 to 0xd0",
+        "owner moved: tensor/c from 0x12c to 0x12c",
+    ]
+
+
+RECORDED = Path(__file__).parent.parent / "data" / "h200.fergraph"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"environment": {"driver": "590.1"}}, "environment.driver"),
+        ({"environment": {"gpu": "NVIDIA H100"}}, "environment.gpu"),
+        ({"environment": {"torch": "2.12"}}, "environment.torch"),
+        ({"graphs": {"batch_sizes": [1]}}, "graphs.batch_sizes"),
+        ({"graphs": {"kv": {"shape": [16]}}}, "graphs.kv.shape"),
+        ({"graphs": {"libraries": {"nvidia-cublas": "13.1"}}}, "graphs.libraries"),
+    ],
+)
+def test_another_environment_is_a_miss_that_names_the_field(
+    bench: Bench, tmp_path: Path, change: dict[str, Any], field: str
+) -> None:
+    from fer.cudagraph import archive as archives
+
+    group: dict[str, Any] = {
+        "environment": {"driver": "580.159", "gpu": "NVIDIA H200", "torch": "2.11"},
+        "graphs": {"batch_sizes": [4, 8], "kv": {"shape": [8, 4]}, "libraries": {"nvidia-cublas": "13.0"}},
+    }
+    archive = archives.read(RECORDED)
+    archive.facts["fingerprint"] = {"schema": 1, "group": group, "rank": {}}
+    archives.write(bench.plan.path, archive)
+    digest = sections.Sections(bench.plan.path).digest
+    bench.plan.fingerprint = Fingerprint(group=group, rank={})
+    planning._choose(bench.plan)
+    assert "unproven" in bench.plan.why
+    state.save(bench.plan.path, state.State(digest, "proven"))
+    bench.plan.why = ""
+    planning._choose(bench.plan)
+    assert bench.plan.archive is not None, bench.plan.why
+    bench.plan.archive = None
+    other = {key: {**value, **change.get(key, {})} for key, value in group.items()}
+    bench.plan.fingerprint = Fingerprint(group=other, rank={})
+    planning._choose(bench.plan)
+    assert bench.plan.archive is None
+    assert field in bench.plan.why
+
+
+def test_a_damaged_archive_is_a_miss_that_names_the_section(bench: Bench) -> None:
+    data = bytearray(RECORDED.read_bytes())
+    data[sections.Sections(RECORDED).entries["facts"].offset + 4] ^= 1
+    bench.plan.path.write_bytes(data)
+    planning._choose(bench.plan)
+    assert "facts" in bench.plan.why
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "verdict"),
+    [
+        (0, '{"proven": 2, "wrong": {}}', "proven"),
+        (0, 'noise\n{"proven": 1, "wrong": {"decode/4": "differs"}}', "proven"),
+        (0, '{"proven": 0, "wrong": {"decode/4": "differs"}}', "failed"),
+        (-11, "", "failed"),
+        (0, '{"error": {"kind": "OutOfMemory", "what": "no room"}}', "unproven"),
+    ],
+)
+def test_the_childs_end_decides(code: int, out: str, verdict: str) -> None:
+    known = state.State("digest")
+    proof._judge(known, code, out, "Segmentation fault")
+    assert known.proof == verdict
+    assert known.why or verdict == "proven"
+
+
+def test_a_child_that_cannot_work_leaves_the_archive_unproven(tmp_path: Path) -> None:
+    archive = tmp_path / "a.fergraph"
+    archive.write_bytes(RECORDED.read_bytes())
+    request = proof.Request(str(archive), 99, "fixture", "", "")
+    known = proof.prove(request, sections.Sections(archive).digest)
+    assert known.proof == "unproven"  # no driver here, or no such GPU
+    assert known.why
+    assert state.load(archive, known.digest) == known
