@@ -204,9 +204,7 @@ class _Attempt:
         evicted: list[str] = []
         try:
             with self.report.step("make room"):
-                found = room.make(
-                    self.client, self.workshop.backend, self.engine.estimated_bytes(), publish=publish
-                )
+                found = room.make(self.client, self.workshop.backend, self.engine.estimated_bytes(), publish=publish)
             evicted = [info.edition for info in found]
         except OutOfMemory as error:
             trouble = error

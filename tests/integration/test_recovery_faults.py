@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fer.weights.keeper.start import start_keeper
 from tests.support import recovery_model
-from tests.support.processes import Children
-from tests.support.recovery import EngineProcess, keeper, keeper_descriptors
+from tests.support.processes import WAIT_S, Children, kill_and_wait, with_variable
+from tests.support.recovery import EngineProcess, keeper, keeper_descriptors, wait_for_digests
 
 PUBLISH = ["find", "claim", "load", "prepare", "begin", "create", "move", "seal", "add_slabs", "commit"]
 ATTACH = ["find", "lease", "map-one", "map", "check", "bind"]
@@ -19,14 +21,8 @@ def folder(tmp_path: Path) -> Path:
     return recovery_model.make_checkpoint(tmp_path / "model")
 
 
-def start(children: Children, folder: Path, **asked: object) -> EngineProcess:
+def start(children: Children, folder: Path, **asked: Any) -> EngineProcess:
     return EngineProcess(children, folder, **asked)
-
-
-def start_keeper() -> None:
-    from fer.weights.keeper.start import start_keeper as begin
-
-    begin(None)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -173,8 +169,6 @@ def test_where_only_leased_editions_are_left_the_error_says_who_and_how_much(chi
 def test_the_keeper_and_its_parent_die_and_the_engine_goes_on(
     children: Children, folder: Path, runtime_dir: Path
 ) -> None:
-    from tests.support.processes import kill_and_wait, with_variable
-
     first = start(children, folder)
     right = first.result()["answer"]
     for pid in with_variable("FER_RUNTIME_DIR", str(runtime_dir)):
@@ -189,9 +183,16 @@ def test_the_keeper_and_its_parent_die_and_the_engine_goes_on(
 
 def test_many_starts_and_kills_leave_everything_flat(children: Children, folder: Path, runtime_dir: Path) -> None:
     start(children, folder).result()
+    wait_for_digests()
     before = keeper_descriptors()
     for _ in range(5):
         engine = start(children, folder)
         assert engine.result()["path"] == "attached"
         engine.kill()
     assert keeper_descriptors() == before
+
+
+def test_an_engine_ends_though_its_checkpoint_is_still_being_hashed(children: Children, folder: Path) -> None:
+    engine = children.fork("tests.support.digests_child", str(folder / "model-00001-of-00002.safetensors"))
+    assert engine.communicate(WAIT_S) == ("ends\n", "")
+    assert engine.returncode == 0
