@@ -1,6 +1,6 @@
 """The keeper: from exec to its first answer, and the memory it takes.
 
-    python -m bench.keeper
+python -m bench.keeper
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The weights stage in host memory: 4 GiB attached, bound and verified; the first forward pass beside the loaded one's.
 
-    python -m bench.weights_cpu [--gib 4]
+python -m bench.weights_cpu [--gib 4]
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def start(total: int) -> dict[str, Any]:
     x = torch.randn(1, HIDDEN, dtype=torch.bfloat16)
     row: dict[str, Any] = {"path": report.stages["weights"].path, "weights": report.phase_s("weights")}
     steps = {span.name: span.seconds for span in report.spans if span.parent.startswith("weights")}
-    row["attach, bind, verify"] = sum(steps.get(name, 0.0) for name in ("lease", "map", "begin check", "bind", "finish check"))
+    row["attach, bind, verify"] = sum(
+        steps.get(name, 0.0) for name in ("lease", "map", "begin check", "bind", "finish check")
+    )
     row["steps"] = {name: round(seconds * 1e3, 2) for name, seconds in steps.items()}
     for number in ("first", "second"):
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -67,7 +67,9 @@ def _start(engine: Engine, options: Options | None, overrides: dict[str, Any]) -
         options = Options.load(**overrides)
     elif overrides:
         options = options.replace(**overrides)
-    return stages.Start(engine=engine, options=options, report=Report())
+    report = Report()
+    stages.weights_stage()  # its imports belong to the phase "python", not to the weights
+    return stages.Start(engine=engine, options=options, report=report)
 
 
 def _load_weights(start: stages.Start, *, tokenizer: bool = True) -> None:

@@ -154,7 +154,7 @@ def rebind(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage) -> No
     with torch.no_grad():
         for tensor in (*tensors, *bases.values()):
             tensor.data = tensor_over(
-                storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+                storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
             )
 
 

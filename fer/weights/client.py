@@ -23,7 +23,7 @@ import msgspec
 from fer import paths
 from fer.errors import KeeperUnavailable, PeerRefused, ProtocolError, from_dict
 from fer.memory import fdpass
-from fer.memory.fd import Fd
+from fer.memory.fd import Fd, widen_table
 from fer.memory.seal import read_sealed, sealed_bytes
 from fer.weights import wire
 from fer.weights.wire import (
@@ -64,6 +64,8 @@ CALL_S = 30.0
 """Seconds the keeper has for an answer, beyond the wait that the call itself asks for."""
 
 _R = TypeVar("_R", bound=wire.Reply)
+
+widen_table()  # now, and not in the middle of a lease
 
 
 class Leased:

@@ -10,7 +10,7 @@ import torch
 from fer.errors import MappingError
 from fer.memory.base import Backend
 from fer.memory.open import open_backend
-from fer.weights import attach, manifest, module_state, publish
+from fer.weights import attach, manifest, publish
 from fer.weights.client import KeeperClient, Key
 from fer.weights.drawing import WithoutDrawing
 from fer.weights.pauses import without_gc
@@ -57,7 +57,7 @@ class Workshop:
         with self._report.step("skeleton"), torch.device("meta"), WithoutDrawing():
             return self._engine.build()
 
-    def attach(self, client: KeeperClient, edition: str) -> attach.Attached:
+    def attach_edition(self, client: KeeperClient, edition: str) -> attach.Attached:
         """Lease an edition and bind a new module to it.
 
         Raises:
@@ -65,9 +65,9 @@ class Workshop:
             KeeperError: the edition went away meanwhile.
         """
         with without_gc():
-            return self._attach(client, edition)
+            return self._attach_edition(client, edition)
 
-    def _attach(self, client: KeeperClient, edition: str) -> attach.Attached:
+    def _attach_edition(self, client: KeeperClient, edition: str) -> attach.Attached:
         skeleton = self._skeleton()
         span = self._report.step
         with span("lease"):
@@ -95,7 +95,7 @@ class Workshop:
             transport=_transport(record),
         )
 
-    def publish(
+    def publish_module(
         self, client: KeeperClient, module: nn.Module, key: Key, fields: bytes, loaded_from: CheckpointIdentity
     ) -> Published:
         """Move a loaded module into slabs and hand them to the keeper.

@@ -6,7 +6,7 @@ from fer import fingerprint
 from fer.engines.base import EngineIdentity
 from fer.environment import environment
 from fer.errors import FerError, IntegrityError, KeeperError, SlabLost
-from fer.memory.base import Backend
+from fer.memory.base import HOST, Backend
 from fer.weights import checkpoint
 from fer.weights.client import Candidate, KeeperClient, Key, Near
 
@@ -63,7 +63,8 @@ class Lookup:
             self.reasons.append(f"edition {candidate.edition} is of another checkpoint: {verdict.why}")
         self.reasons += [self._explain(near) for near in found.near]
         if not self.reasons:
-            self.reasons.append("no edition is kept for this GPU")
+            where = "in host memory" if self.key.gpu == HOST else f"on {self.key.gpu}"
+            self.reasons.append(f"no edition is kept {where}")
         return None
 
     def _explain(self, near: Near) -> str:
@@ -75,7 +76,7 @@ class Lookup:
         return f"edition {near.edition} differs in {named}{more}"
 
     def broken(self, edition: str, error: FerError) -> None:
-        """An edition could not be attached: do not choose it again, and where its memory is at fault tell the keeper."""
+        """An edition could not be attached: do not choose it again; where its memory is at fault, tell the keeper."""
         self._broken.add(edition)
         self.reasons.append(f"edition {edition} could not be attached: {error}")
         if isinstance(error, (SlabLost, IntegrityError)):
@@ -84,6 +85,6 @@ class Lookup:
             self._client.release(edition)
 
     def refresh(self, chosen: Candidate) -> None:
-        """Where the checkpoint was recognised by its bytes, keep its new file times: the next start need not read them."""
+        """Where the checkpoint was recognised by its bytes, keep its new file times: the next start reads nothing."""
         if self._verdict is not None and self._verdict.by == "full":
             self._client.annotate(chosen.edition, checkpoint=self._verdict.now.to_json())

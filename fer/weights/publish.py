@@ -230,7 +230,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float:
         target.copy_(source, non_blocking=True)
     done.record()
     done.synchronize()
-    return begun.elapsed_time(done) / 1e3
+    return float(begun.elapsed_time(done)) / 1e3
 
 
 def seal(prepared: Prepared, moved: Moved) -> manifest.Manifest:

@@ -21,13 +21,14 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from fer.errors import FerError, Miss, OutOfMemory, PublishRefused, Refused, WaitTimeout
+from fer.errors import FerBug, FerError, Miss, OutOfMemory, PublishRefused, Refused, WaitTimeout
 from fer.stages import Stage
 from fer.weights import checkpoint, quantization, room
 from fer.weights.background import Digests
 from fer.weights.connect import connect
 from fer.weights.edition import Published, Workshop
 from fer.weights.lookup import Lookup
+from fer.weights.pauses import without_gc
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +60,8 @@ class WeightsStage(Stage):
         if client is None:
             _load_unkept(start, note)
             return
-        attempt = _Attempt(start, identity, client, note)
+        with without_gc():
+            attempt = _Attempt(start, identity, client, note)
         try:
             attempt.run()
         finally:
@@ -115,7 +117,7 @@ class _Attempt:
     def _attach(self) -> bool:
         """Attach on all ranks, or on none."""
         engine, lookup = self.engine, self.lookup
-        with self.report.step("look"):
+        with self.report.step("look"), without_gc():
             candidate = lookup.choose()
         if not engine.agree(candidate is not None):
             if candidate is not None:
@@ -124,10 +126,14 @@ class _Attempt:
         assert candidate is not None
         attached = None
         try:
-            attached = self.workshop.attach(self.client, candidate.edition)
+            attached = self.workshop.attach_edition(self.client, candidate.edition)
         except FerError as error:
             log.warning("edition %s could not be attached: %s", candidate.edition, error)
             lookup.broken(candidate.edition, error)
+        except Exception as error:  # a bug of ours must not take down an engine that can load
+            log.exception("attaching edition %s failed", candidate.edition)
+            bug = FerBug(f"{type(error).__name__}: {error}", fix="Please report it with the log")
+            lookup.broken(candidate.edition, bug)
         if not engine.agree(attached is not None):
             if attached is not None:
                 lookup.reasons.append("another rank of this launch could not attach its edition")
@@ -196,7 +202,7 @@ class _Attempt:
             )
         evicted = self._make_room(publish=False)
         self.engine.adopt(self.engine.load())
-        self.report.stage("weights", path="loaded", why=self._with_note(why), published=False, evicted=evicted)
+        self.report.stage("weights", path="loaded", why=self._with_note(why), published=False, **_told(evicted))
 
     def _make_room(self, *, publish: bool) -> list[str]:
         """Evict what stands in the way; the same answer on every rank."""
@@ -222,7 +228,9 @@ class _Attempt:
         try:
             self._refuse_changed(before)
             with self.report.step("publish"):
-                published = self.workshop.publish(self.client, module, self.lookup.key, self.lookup.fields, before)
+                published = self.workshop.publish_module(
+                    self.client, module, self.lookup.key, self.lookup.fields, before
+                )
         except FerError as error:
             trouble = f"{type(error).__name__}: {error}"
             log.warning("the weights were not published: %s", error)
@@ -232,7 +240,7 @@ class _Attempt:
         self.engine.adopt(module)
         if published is None:
             why = self._with_note(f"{why}; not published: {trouble}")
-            self.report.stage("weights", path="loaded", why=why, published=False, evicted=evicted)
+            self.report.stage("weights", path="loaded", why=why, published=False, **_told(evicted))
             return
         digests = Digests(self.client, published.edition, self.identity.checkpoint, before, published.tensors)
         self._keep(module, digests)
@@ -247,8 +255,8 @@ class _Attempt:
             slabs=published.slabs,
             peak_extra_bytes=published.peak_extra,
             copy_s=round(published.copy_s, 6),
-            evicted=evicted,
             transport=published.transport,
+            **_told(evicted),
         )
 
     def _refuse_changed(self, before: checkpoint.CheckpointIdentity) -> None:
@@ -263,6 +271,11 @@ class _Attempt:
 
     def _with_note(self, why: str) -> str:
         return f"{why}; {self.note}" if self.note else why
+
+
+def _told(evicted: list[str]) -> dict[str, list[str]]:
+    """What was evicted, as a detail of the report; nothing where nothing was."""
+    return {"evicted": evicted} if evicted else {}
 
 
 def _let_go(client: KeeperClient, digests: Digests | None) -> None:
