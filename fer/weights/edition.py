@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from fer.errors import MappingError
-from fer.memory.base import Backend
+from fer.memory.base import Backend, Mapping
 from fer.memory.open import open_backend
 from fer.weights import attach, manifest, publish
 from fer.weights.client import KeeperClient, Key
@@ -85,6 +87,7 @@ class Workshop:
             copied = attach.bind(skeleton, record, mappings, self._by_kind, mutable=self._engine.mutable)
         with span("finish check"):
             verified = check.finish()
+        _populate(mappings)
         return attach.Attached(
             module=skeleton,
             manifest=record,
@@ -168,6 +171,18 @@ class Workshop:
         for mapping, _ in moved.slabs:
             mapping.forget_descriptor()
         return committed.edition
+
+
+def _populate(mappings: Sequence[Mapping]) -> None:
+    """Let a thread bring host slabs' pages in, ahead of the first forward pass that would fault on each of them."""
+    large = [mapping for mapping in mappings if mapping.kind == "host"]
+
+    def work() -> None:
+        for mapping in large:
+            mapping.populate()
+
+    if large:
+        threading.Thread(target=work, name="fer-populate", daemon=True).start()
 
 
 def _transport(record: manifest.Manifest) -> str:
