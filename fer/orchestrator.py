@@ -68,7 +68,9 @@ def _start(engine: Engine, options: Options | None, overrides: dict[str, Any]) -
     elif overrides:
         options = options.replace(**overrides)
     report = Report()
-    stages.weights_stage()  # its imports belong to the phase "python", not to the weights
+    # Imports belong to the phase "python", which lasts until the first phase that is named.
+    stages.weights_stage()
+    engine.import_code()
     return stages.Start(engine=engine, options=options, report=report)
 
 

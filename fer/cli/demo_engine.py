@@ -47,23 +47,15 @@ def _prompt(engine: TransformersEngine, question: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _import_model_code(engine: TransformersEngine) -> None:
-    """Import what Transformers would import on first use, as servers do: it belongs to the phase ``python``."""
-    import transformers
-
-    for name in ("AutoTokenizer", "AutoModelForCausalLM", "StaticCache", engine.identity().architecture):
-        getattr(transformers, name, None)  # a class from the model folder's own code is not among them
-    # Millions of objects of modules, which live as long as the process: the collector need not visit them again.
-    gc.freeze()
-
-
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     import fer
     from fer.cli.devices import resolve
     from fer.engines.transformers import TransformersEngine
 
     engine = TransformersEngine(arguments.model, device=resolve(arguments.device))
-    _import_model_code(engine)
+    engine.import_code()
+    # Millions of objects of modules, which live as long as the process: the collector need not visit them again.
+    gc.freeze()
     # The demo shows this mode, whatever the variables of this shell say about it.
     report = fer.recover(engine, mode="daemon", on_miss="load", weights=True)
     report.label = arguments.label

@@ -104,6 +104,12 @@ class Engine(ABC):
     def adopt(self, module: nn.Module) -> None:
         """Go on with this module, loaded or attached."""
 
+    def import_code(self) -> None:
+        """Import what the engine would import on first use: it belongs to the phase ``python``, not to what it delays.
+
+        Touches no device, so that a launcher may do it ahead of the start.
+        """
+
     def load_tokenizer(self) -> None:
         """Phase ``tokenizer``."""
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
@@ -118,6 +119,15 @@ class TransformersEngine(Engine):
         # Newer Transformers renamed the argument and warns about the old name.
         accepted = inspect.signature(self._module.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+
+    def import_code(self) -> None:
+        import transformers
+
+        # Transformers imports each class when its name is asked for; one from the folder's own code is not among them.
+        # The architecture is read from the file: identity() would settle the ranks before there are process groups.
+        named = json.loads((self.folder / "config.json").read_bytes()).get("architectures") or []
+        for name in ("AutoTokenizer", "AutoModelForCausalLM", "StaticCache", *named):
+            getattr(transformers, str(name), None)
 
     def load_tokenizer(self) -> None:
         if not any(path for pattern in ("*token*", "vocab*", "*.tiktoken") for path in self.folder.glob(pattern)):
