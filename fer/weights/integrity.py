@@ -131,9 +131,9 @@ def sample_pages(size: int) -> list[int]:
 def samples(slab: torch.Tensor) -> str:
     """sha256 over the sampled pages of a slab in host memory (one-dimensional ``uint8``), as hexadecimal digits."""
     digest = hashlib.sha256(str(slab.numel()).encode())
-    content = memoryview(slab.numpy())
+    content = slab.numpy()
     for position in sample_pages(slab.numel()):
-        digest.update(content[position : position + _PAGE])
+        digest.update(content[position : position + _PAGE].tobytes())
     return digest.hexdigest()
 
 

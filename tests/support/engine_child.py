@@ -69,9 +69,25 @@ DEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "slab-lost": lambda fault: _raise(SlabLost("a kept descriptor does not import", why="injected")),
     "no-room": lambda fault: _raise(OutOfMemory("injected: no room", needed=2, free=1)),
     "hang": lambda fault: time.sleep(600),
+    "fill-gpu": lambda fault: _fill_gpu(),
     "append": lambda fault: _append(fault["file"]),
     "bug": lambda fault: 1 / 0 and None,  # type: ignore[func-returns-value]
 }
+
+
+_filling: list[Any] = []
+
+
+def _fill_gpu() -> None:
+    """Take the rest of the GPU's memory, as another process might."""
+    import torch
+
+    size = torch.cuda.mem_get_info()[0]
+    while size >= 1 << 20:
+        try:
+            _filling.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
 
 
 def _append(file: str) -> None:
@@ -123,6 +139,7 @@ def small_room(free: int) -> None:
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
+    os.environ.update(asked.get("environ", {}))
     fault = Fault(asked["fault"]) if asked.get("fault") else None
     if asked.get("room"):
         small_room(asked["room"])
