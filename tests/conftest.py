@@ -60,6 +60,19 @@ def children() -> Iterator[Children]:
     started.end()
 
 
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct, written once a run for every test and worker.
+
+    Converting it takes 20 s: ``TEST_MODELS`` names a folder that keeps it between runs.
+    """
+    from fer.engines.demo_model import smollm2
+
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    return smollm2(Path(os.environ.get("TEST_MODELS") or shared))
+
+
 @pytest.fixture
 def no_fd_leak() -> Iterator[None]:
     """Fails the test if descriptors are open after it that were not before it."""

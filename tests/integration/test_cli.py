@@ -102,7 +102,7 @@ def test_load_explain_verify_evict(children: Children, model: Path) -> None:
     assert missing.json["would_attach"] is False
     assert missing.json["reasons"]
 
-    loaded = fer("load", "--model", model, "--device", "cpu", "--json")
+    loaded = fer("load", "--model", model, "--device", "cpu", "--json", fresh=True)
     assert loaded.code == 0, loaded.err
     weights = loaded.json["weights"]
     assert (weights["path"], weights["published"]) == ("loaded", True)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fer.engines.demo_model import smollm2
 from tests.support.cli import fer
 from tests.support.processes import WAIT_S, Children, with_variable
 
@@ -20,20 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LIMIT_S = 500.0
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct, written once a run for every test and worker."""
-    base = tmp_path_factory.getbasetemp()
-    return smollm2(base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base)
-
-
 def _left_over(home: str) -> list[int]:
     return list(with_variable("FER_HOME", home))
 
 
-def test_the_demo_recovers_the_same_tokens_twice(model: Path, tmp_path: Path) -> None:
+def test_the_demo_recovers_the_same_tokens_twice(smollm2_folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "waterfall.html"
-    done = fer("demo", "--model", model, "--device", "cpu", "--html", page, "--json", limit_s=LIMIT_S)
+    done = fer("demo", "--model", smollm2_folder, "--device", "cpu", "--html", page, "--json", limit_s=LIMIT_S)
     assert done.code == 0, done.err
     data = done.json
     assert data["same_tokens"] is True
@@ -59,9 +51,9 @@ def test_the_demo_recovers_the_same_tokens_twice(model: Path, tmp_path: Path) ->
     ],
 )
 def test_an_interrupted_demo_ends_all_it_started(
-    children: Children, model: Path, number: signal.Signals, moment: str
+    children: Children, smollm2_folder: Path, number: signal.Signals, moment: str
 ) -> None:
-    demo = children.spawn([sys.executable, "-m", "fer", "demo", "--model", str(model), "--device", "cpu"])
+    demo = children.spawn([sys.executable, "-m", "fer", "demo", "--model", str(smollm2_folder), "--device", "cpu"])
     assert demo.stdout is not None
     seen = ""
     while moment not in seen:

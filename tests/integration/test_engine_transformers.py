@@ -205,25 +205,18 @@ def test_a_matmul_that_does_not_work_here_is_refused(qwen3_fp8: Path) -> None:
 # -- the demo's model ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Real weights. Converting them takes 20 s: TEST_MODELS names a folder that keeps them between runs."""
-    kept = os.environ.get("TEST_MODELS")
-    return smollm2(Path(kept) if kept else tmp_path_factory.mktemp("demo"))
-
-
-def test_smollm2_answers_a_question(demo: Path) -> None:
-    engine = TransformersEngine(demo)
+def test_smollm2_answers_a_question(smollm2_folder: Path) -> None:
+    engine = TransformersEngine(smollm2_folder)
     engine.load_tokenizer()
     engine = started(engine)
     assert "Paris" in engine.ask("What is the capital of France?")
     assert engine.generate("Once upon a time", 6) == engine.generate("Once upon a time", 6)
 
 
-def test_smollm2_is_an_ordinary_sharded_folder(demo: Path) -> None:
-    shards = TransformersEngine(demo).identity().checkpoint
+def test_smollm2_is_an_ordinary_sharded_folder(smollm2_folder: Path) -> None:
+    shards = TransformersEngine(smollm2_folder).identity().checkpoint
     assert len(shards) > 1
-    config = json.loads((demo / "config.json").read_text())
+    config = json.loads((smollm2_folder / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
-    assert smollm2(demo.parents[1]) == demo, "made once"
-    assert not list(demo.parent.glob("*.new-*"))
+    assert smollm2(smollm2_folder.parents[1]) == smollm2_folder, "made once"
+    assert not list(smollm2_folder.parent.glob("*.new-*"))

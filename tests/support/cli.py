@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -10,10 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support import zygote
 from tests.support.processes import Children
 
 LIMIT_S = 100.0
 """Seconds; importing torch and Transformers takes most of it on a busy machine of two cores."""
+
+
+FORKED = ("load", "explain", "verify", "doctor")
+"""Commands that import torch, most of them Transformers too."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +36,23 @@ class Done:
         return dict(json.loads(self.out))
 
 
-def fer(*arguments: str | Path, limit_s: float = LIMIT_S, **environment: str) -> Done:
-    """Run ``fer`` with these arguments to its end."""
-    import os
+def fer(*arguments: str | Path, limit_s: float = LIMIT_S, fresh: bool = False, **environment: str) -> Done:
+    """Run ``fer`` with these arguments to its end.
 
+    Args:
+        fresh: start an interpreter for a command that otherwise is forked from a process with torch imported.
+    """
+    command, env = [str(argument) for argument in arguments], {**os.environ, **environment}
+    if command[0] in FORKED and not fresh:
+        child = zygote.shared.fork("fer", *command, env=env, preload=zygote.WITH_TRANSFORMERS)
+        try:
+            out, err = child.communicate(limit_s)
+        finally:
+            child.kill()
+        return Done(child.wait(limit_s), out, err)
     done = subprocess.run(
-        [sys.executable, "-m", "fer", *map(str, arguments)],
-        env={**os.environ, **environment},
+        [sys.executable, "-m", "fer", *command],
+        env=env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
