@@ -21,6 +21,8 @@
     │   ├── MappingError               a slab could not be mapped
     │   └── SlabLost                   a descriptor no longer imports
     ├── IntegrityError             kept bytes or structure differ from what was published
+    │   └── StructureDiffers           the bytes are right, but this engine builds another module
+    ├── PeerRankFailed             another rank of this launch failed, and this one must not go on without it
     ├── PublishRefused             what was loaded cannot be published; the engine goes on with it
     └── FerBug                     our own invariant broke: please report
 
@@ -137,6 +139,14 @@ class SlabLost(MemoryFault):
 
 class IntegrityError(FerError):
     """Kept bytes or structure differ from what was published."""
+
+
+class StructureDiffers(IntegrityError):
+    """The bytes are right, but this engine builds another module than the one that was published."""
+
+
+class PeerRankFailed(FerError):
+    """Another rank of this launch failed, and this one must not go on without it."""
 
 
 class PublishRefused(FerError):

@@ -6,6 +6,7 @@ The module is not called ``recover``: importing a submodule sets it as an attrib
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from fer import stages
@@ -67,6 +68,8 @@ def _start(engine: Engine, options: Options | None, overrides: dict[str, Any]) -
         options = Options.load(**overrides)
     elif overrides:
         options = options.replace(**overrides)
+    if options.given("log"):  # else the level is the application's own business
+        logging.getLogger("fer").setLevel(options.log.upper())
     report = Report()
     # Imports belong to the phase "python", which lasts until the first phase that is named.
     stages.weights_stage()
@@ -76,7 +79,9 @@ def _start(engine: Engine, options: Options | None, overrides: dict[str, Any]) -
 
 def _load_weights(start: stages.Start, *, tokenizer: bool = True) -> None:
     engine, report = start.engine, start.report
+    weights = stages.weights_stage()
     with report.phase("distributed"):
+        weights.prepare(start)
         engine.init_distributed()
     if tokenizer:
         with report.phase("tokenizer"):
@@ -84,7 +89,7 @@ def _load_weights(start: stages.Start, *, tokenizer: bool = True) -> None:
     with report.phase("kernels"):
         _run(start, stages.before_weights())
     with report.phase("weights"):
-        _run(start, [stages.weights_stage()])
+        _run(start, [weights])
 
 
 def _run(start: stages.Start, todo: list[stages.Stage]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from fer.errors import MappingError
+from fer.errors import KeeperError, MappingError
 from fer.memory.base import Backend, Mapping
 from fer.memory.open import open_backend
 from fer.weights import attach, manifest, publish
@@ -87,6 +88,10 @@ class Workshop:
             copied = attach.bind(skeleton, record, mappings, self._by_kind, mutable=self._engine.mutable)
         with span("finish check"):
             verified = check.finish()
+        if self._options.verify == "full" and leased.digests is not None:
+            with span("compare digests"):
+                views = attach.views(record, mappings, self._by_kind)
+                verified += f" and {attach.compare_digests(views, leased.digests)} tensors' digests"
         _populate(mappings)
         return attach.Attached(
             module=skeleton,
@@ -123,7 +128,8 @@ class Workshop:
             with span("hand over"):
                 committed = self._hand_over(client, begun.transaction, record, moved)
         except BaseException:
-            client.abort(begun.transaction)
+            with suppress(KeeperError):  # without a keeper there is nothing left to abort
+                client.abort(begun.transaction)
             raise
         return Published(
             edition=committed,
@@ -150,10 +156,11 @@ class Workshop:
         self._by_kind[kind] = open_backend(self._engine.device, transport)
 
     def _seal(self, prepared: publish.Prepared, moved: publish.Moved) -> manifest.Manifest:
+        copies = publish.private_copies(prepared, self._engine.mutable)
         try:
             return publish.seal(prepared, moved)
         finally:  # also where sealing failed half way: some slabs are read-only by then
-            publish.give_private_copies(prepared, self._engine.mutable)
+            copies.give()
 
     def _hand_over(
         self, client: KeeperClient, transaction: str, record: manifest.Manifest, moved: publish.Moved

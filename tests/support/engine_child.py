@@ -19,7 +19,7 @@ from typing import Any
 import fer
 from fer.engines.base import Ranks
 from fer.engines.module import ModuleEngine
-from fer.errors import FerError, OutOfMemory, SlabLost
+from fer.errors import FerError, OutOfMemory, SlabLost, StructureDiffers
 from fer.memory import host
 from fer.memory import open as opening
 from fer.memory.base import Room
@@ -41,6 +41,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "prepare": (publish, "prepare"),
     "move": (publish, "move"),
     "seal": (publish, "seal"),
+    "copies": (publish, "private_copies"),
     "map": (attach, "map_slabs"),
     "check": (attach.Check, "finish"),
     "bind": (attach, "bind"),
@@ -67,12 +68,19 @@ DEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "kill-self": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "kill-keeper": lambda fault: kill_keeper(),
     "slab-lost": lambda fault: _raise(SlabLost("a kept descriptor does not import", why="injected")),
+    "structure": lambda fault: _raise(StructureDiffers("the attached module is another", why="injected")),
+    "stop-keeper": lambda fault: _stop_keeper(),
     "no-room": lambda fault: _raise(OutOfMemory("injected: no room", needed=2, free=1)),
     "hang": lambda fault: time.sleep(600),
     "fill-gpu": lambda fault: _fill_gpu(),
     "append": lambda fault: _append(fault["file"]),
     "bug": lambda fault: 1 / 0 and None,  # type: ignore[func-returns-value]
 }
+
+
+def _stop_keeper() -> None:
+    with KeeperClient.connect() as client:
+        client.stop(force=True)
 
 
 _filling: list[Any] = []

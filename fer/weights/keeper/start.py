@@ -138,7 +138,7 @@ def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]
 
 def _started(how: Literal["running", "systemd-run", "detached"], directory: Path) -> Started:
     pid = keeper_pid(directory)
-    return Started(how=how, pid=pid, runtime_dir=directory, shares_cgroup=_cgroup("self") == _cgroup(str(pid)))
+    return Started(how=how, pid=pid, runtime_dir=directory, shares_cgroup=shares_cgroup(pid))
 
 
 def keeper_pid(directory: Path) -> int:
@@ -147,6 +147,11 @@ def keeper_pid(directory: Path) -> int:
         return int((directory / sockets.LOCK).read_text("ascii"))
     except (OSError, ValueError):
         return 0
+
+
+def shares_cgroup(pid: int) -> bool:
+    """Whether a process is in this one's cgroup: what ends the one, a unit or a container, ends the other."""
+    return _cgroup("self") == _cgroup(str(pid))
 
 
 def _cgroup(pid: str) -> str:
