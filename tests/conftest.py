@@ -34,7 +34,9 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for name in [*os.environ]:
         if name.startswith(("FER_", "LISTEN_")) or name in _FOREIGN:
             monkeypatch.delenv(name)
-    runtime = Path(tempfile.mkdtemp(prefix="fer-test-"))
+    around = Path(tempfile.mkdtemp(prefix="fer-test-"))  # some tests put a log or a socket beside it
+    runtime = around / "r"
+    runtime.mkdir(mode=0o700)
     home = str(tmp_path / "fer-home")
     monkeypatch.setenv("FER_HOME", home)
     monkeypatch.setenv("FER_RUNTIME_DIR", str(runtime))
@@ -43,7 +45,7 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     yield runtime
     kill_all_with("FER_RUNTIME_DIR", str(runtime))
     kill_all_with("FER_HOME", home)
-    shutil.rmtree(runtime, ignore_errors=True)
+    shutil.rmtree(around, ignore_errors=True)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 from html.parser import HTMLParser
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import fer
+from tests.support.keeper import read_line
 from tests.support.processes import WAIT_S, Children, with_variable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -54,12 +54,8 @@ def test_an_interrupted_demo_ends_all_it_started(
     children: Children, smollm2_folder: Path, number: signal.Signals, moment: str
 ) -> None:
     demo = children.spawn([sys.executable, "-m", "fer", "demo", "--model", str(smollm2_folder), "--device", "cpu"])
-    assert demo.stdout is not None
-    seen = ""
-    while moment not in seen:
-        assert select.select([demo.stdout], [], [], LIMIT_S)[0], seen
-        seen += (line := demo.stdout.readline())
-        assert line, seen
+    while moment not in read_line(demo.stdout, LIMIT_S):
+        assert demo.poll() is None
     assert _left_over(os.environ["FER_HOME"])
     demo.send_signal(number)
     assert demo.wait(WAIT_S) == 130

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import zygote
+from tests.support.keeper import read_line
 from tests.support.processes import Children
 
 LIMIT_S = 100.0
@@ -64,9 +64,5 @@ def fer(*arguments: str | Path, limit_s: float = LIMIT_S, fresh: bool = False, *
 def start_keeper(children: Children) -> subprocess.Popen[str]:
     """``fer keeper run`` in a process; returns once it listens."""
     keeper = children.spawn([sys.executable, "-m", "fer", "keeper", "run"], stderr=subprocess.STDOUT)
-    assert keeper.stdout is not None
-    ready, _, _ = select.select([keeper.stdout], [], [], LIMIT_S)
-    assert ready, "the keeper said nothing"
-    line = keeper.stdout.readline()
-    assert line, "the keeper ended at once"
+    assert read_line(keeper.stdout, LIMIT_S), "the keeper ended at once"
     return keeper

@@ -36,7 +36,6 @@ class EngineProcess:
 
     def row(self) -> dict[str, Any]:
         """The next JSON line; everything else the child wrote is kept in :attr:`log`."""
-        assert self.process.stdout is not None
         while line := read_line(self.process.stdout, WAIT_S):
             if line.startswith("{"):
                 return dict(json.loads(line))
