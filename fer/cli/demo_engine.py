@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fer.cli.output import log_to_stderr
+from fer.cli.settings import settings
 from fer.errors import FerError
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     _hush()
-    log_to_stderr("warning")  # the demo shows the path taken itself
     try:
+        settings()  # warnings only, unless asked for more: the demo shows the path taken itself
         message = _run(_arguments())
     except FerError as error:
         message = {"error": error.to_dict()}

@@ -33,6 +33,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *parts])}
 
 
+def settings_file() -> dict[str, str]:
+    """``FER_CONFIG`` for our own processes: they run in other folders and have to read this process's ``fer.toml``."""
+    from fer.options import config_path
+
+    found = config_path(os.environ)
+    return {} if found is None else {"FER_CONFIG": str(found.absolute())}
+
+
 def detach(log: Path) -> bool:
     """Leave the terminal, the session and the parent; output goes to ``log``. True in the process that goes on."""
     if os.fork():

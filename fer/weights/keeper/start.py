@@ -17,7 +17,7 @@ from fer import paths
 from fer.errors import KeeperUnavailable
 from fer.memory import fdpass
 from fer.weights.keeper import sockets
-from fer.weights.keeper.process import apart, environment
+from fer.weights.keeper.process import apart, environment, settings_file
 
 UNIT_PROPERTIES = (
     "Type=notify",
@@ -100,6 +100,7 @@ def _run_unit(directory: Path) -> bool:
         return False
     name = "fer-keeper-" + hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]
     ours = {k: v for k, v in environment().items() if k.startswith(("FER_", "_FER_", "XDG_")) or k == "PYTHONPATH"}
+    ours |= settings_file()
     command = [program, "--user", "--collect", "--quiet", f"--unit={name}"]
     command += [f"--property={line}" for line in UNIT_PROPERTIES]
     command += [f"--setenv={key}={value}" for key, value in ours.items()]
