@@ -130,5 +130,11 @@ class Engine(ABC):
         """Produce one token; its end is the end of the start."""
 
     def estimated_bytes(self) -> int:
-        """Device bytes the loaded weights will need, 0 where unknown; the checkpoint's size is a fair guess."""
-        return sum(path.stat().st_size for path in self.identity().checkpoint)
+        """Device bytes that this rank's weights will need, 0 where unknown.
+
+        By default the checkpoint's size, shared among the ranks that split the model.
+        """
+        identity = self.identity()
+        ranks = identity.ranks
+        shares = ranks.tp_size * ranks.pp_size * ranks.ep_size
+        return -(-sum(path.stat().st_size for path in identity.checkpoint) // shares)

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fer.engines import fp8, pretrained, ranks
+from fer.engines import estimate, fp8, pretrained, ranks
 from fer.engines.base import Engine, EngineIdentity, Ranks
 from fer.engines.quiet import quiet
 from fer.errors import CheckpointError, FerBug, OptionError, UsageError
 from fer.weights import quantization as guard
 from fer.weights.shards import resolve
 
+_CONFIGURATIONS = ("config", "generation_config")
 _PACKAGES = ("transformers", "torch", "accelerate", "tokenizers", "safetensors", "kernels")
 """Distributions that take part in loading, where installed."""
 
@@ -51,6 +52,8 @@ class TransformersEngine(Engine):
     Attributes:
         module: the model in use, after :meth:`adopt`.
         tokenizer: after :meth:`load_tokenizer`; None for a folder without one.
+
+    The content of ``config.json`` and ``generation_config.json`` is part of the identity, field by field.
 
     Raises:
         OptionError: an argument is not one of the values above.
@@ -107,11 +110,11 @@ class TransformersEngine(Engine):
 
     def build(self) -> nn.Module:
         with quiet():
-            return pretrained.build(self._recipe())
+            return self._unchanged(pretrained.build(self._recipe()))
 
     def load(self) -> nn.Module:
         with quiet():
-            return pretrained.load(self._recipe())
+            return self._unchanged(pretrained.load(self._recipe()))
 
     def adopt(self, module: nn.Module) -> None:
         self._module = module
@@ -119,6 +122,16 @@ class TransformersEngine(Engine):
         # Newer Transformers renamed the argument and warns about the old name.
         accepted = inspect.signature(self._module.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+
+    def estimated_bytes(self) -> int:
+        identity = self.identity()
+        world = identity.ranks.tp_size
+        plan: dict[str, str] = {}
+        if world > 1:
+            with quiet():
+                plan = pretrained.plan_of(self.folder, self.overrides, trust_remote_code=self.trust_remote_code)
+        itemsize = getattr(torch, identity.dtype).itemsize
+        return estimate.loaded_bytes(identity.checkpoint, itemsize=itemsize, world=world, plan=plan)
 
     def import_code(self) -> None:
         import transformers
@@ -247,6 +260,19 @@ class TransformersEngine(Engine):
             trust_remote_code=self.trust_remote_code,
         )
 
+    def _unchanged(self, module: nn.Module) -> nn.Module:
+        """The module, made of the configuration that the identity tells; it was read from the files once more."""
+        compared = pretrained.compared_config(self.folder)
+        settings = self.identity().settings
+        changed = [name for name in _CONFIGURATIONS if compared.get(name) != settings.get(name)]
+        if changed:
+            raise CheckpointError(
+                f"{' and '.join(f'{name}.json' for name in changed)} of {self.folder} changed during the start",
+                fix="Start again once the folder is complete",
+                path=str(self.folder),
+            )
+        return module
+
     def _describe(self) -> EngineIdentity:
         method, details = guard.of_config(pretrained.raw_config(self.folder))
         guard.check(method, details)
@@ -257,6 +283,7 @@ class TransformersEngine(Engine):
             "attention": self.attention or "auto",
             "tensor_parallel": self.tensor_parallel,
             "trust_remote_code": self.trust_remote_code,
+            **pretrained.compared_config(self.folder),
         }
         if method:
             settings["matmul"] = fp8.choose(self._matmul, self.device, details)
