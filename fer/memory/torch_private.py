@@ -49,17 +49,17 @@ NAMES: Final = (
     PrivateName(
         path="_foreach_copy_",
         purpose="copy many small storages in a few launches",
-        seen=("2.11.0", "2.13.0"),
+        seen=("2.11.0", "2.13.0", "2.14.1"),
     ),
     PrivateName(
         path="Tensor._base",
         purpose="a view keeps the tensor it was taken from alive, and with that its storage: both have to move",
-        seen=("2.11.0", "2.13.0"),
+        seen=("2.11.0", "2.13.0", "2.14.1"),
     ),
     PrivateName(
         path="_C._cuda_customAllocator",
         purpose="let torch allocate inside the arena's named ranges",
-        seen=("2.11.0", "2.14.1"),
+        seen=("2.11.0", "2.13.0", "2.14.1"),
         cuda_only=True,
     ),
 )

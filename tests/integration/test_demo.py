@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -25,7 +26,9 @@ def _left_over(home: str) -> list[int]:
 
 def test_the_demo_recovers_the_same_tokens_twice(smollm2_folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "waterfall.html"
-    done = fer("demo", "--model", smollm2_folder, "--device", "cpu", "--html", page, "--json", limit_s=LIMIT_S)
+    trace = tmp_path / "trace.json"
+    files = ("--html", page, "--trace", trace)
+    done = fer("demo", "--model", smollm2_folder, "--device", "cpu", *files, "--json", limit_s=LIMIT_S)
     assert done.code == 0, done.err
     data = done.json
     assert data["same_tokens"] is True
@@ -38,6 +41,8 @@ def test_the_demo_recovers_the_same_tokens_twice(smollm2_folder: Path, tmp_path:
         assert {"python", "tokenizer", "weights", "server"} <= set(phases)
     assert data["html"] == str(page)
     HTMLParser().feed(page.read_text("utf-8"))
+    named = [event for event in json.loads(trace.read_text("utf-8"))["traceEvents"] if event["ph"] == "M"]
+    assert [event["args"]["name"].split(" (")[0] for event in named] == [start["label"] for start in data["starts"]]
     for words in ("Paris", "SIGKILL to engine", "SIGKILL to keeper", "256.6 MiB"):
         assert words in done.err
     assert _left_over(os.environ["FER_HOME"]) == []

@@ -38,9 +38,8 @@ def test_the_name_exists(name: torch_private.PrivateName) -> None:
     assert name.purpose
     release = torch.__version__.partition("+")[0]
     if release not in name.seen:
-        warnings.warn(
-            f"torch {release} is not among those that torch.{name.path} was seen in: run scripts/torch-contract"
-        )
+        text = f"torch {release} is not among those that torch.{name.path} was seen in: run scripts/torch-contract"
+        warnings.warn(text, stacklevel=1)
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a CPU build of torch has no CUDA allocators")
