@@ -35,6 +35,7 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         if name.startswith(("FER_", "LISTEN_")) or name in _FOREIGN:
             monkeypatch.delenv(name)
     around = Path(tempfile.mkdtemp(prefix="fer-test-"))  # some tests put a log or a socket beside it
+    around.chmod(0o711)  # others may come as far as the runtime directory: whether it lets them in is tested
     runtime = around / "r"
     runtime.mkdir(mode=0o700)
     home = str(tmp_path / "fer-home")
