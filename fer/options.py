@@ -298,7 +298,8 @@ def config_path(environ: Mapping[str, str]) -> Path | None:
     if environ.get("FER_CONFIG"):
         return Path(environ["FER_CONFIG"]).expanduser()
     user = Path(environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()) / "fer" / "fer.toml"
-    return next((path for path in (Path("fer.toml").absolute(), user) if path.is_file()), None)
+    # Not Path.is_file(): it raises where a folder on the way is closed to this user, as a home of another's is.
+    return next((path for path in (Path("fer.toml").absolute(), user) if os.path.isfile(path)), None)
 
 
 def _read_file(environ: Mapping[str, str]) -> tuple[Path | None, dict[str, dict[str, Any]]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import os
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -37,8 +37,8 @@ def local(thing: Any) -> bool:
 @functools.cache
 def _outside(file: str) -> bool:
     path = Path(file).resolve()
-    standard = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib")}
-    return not _INSTALLED.intersection(path.parts) and standard.isdisjoint(path.parents)
+    standard = Path(os.__file__).resolve().parent
+    return not _INSTALLED.intersection(path.parts) and standard not in path.parents
 
 
 def module_values(function: FunctionType) -> dict[str, Any]:

@@ -79,8 +79,10 @@ class TransformersEngine(Engine):
         if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise OptionError(f"dtype={dtype!r} is not known", fix="Use auto or a torch type such as bfloat16")
         self.folder = Path(folder)
-        if not (self.folder / "config.json").is_file():
-            raise CheckpointError(f"{self.folder} is no model folder", why="it has no config.json")
+        try:
+            (self.folder / "config.json").stat()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} is no model folder", why=f"config.json: {error.strerror}") from error
         self.device = device
         self.max_length = max_length
         self.revision = revision

@@ -64,7 +64,15 @@ def start_keeper(runtime_dir: Path | None = None, *, unit: bool = True, timeout:
         PeerRefused: the directory is not this user's own.
     """
     directory = (runtime_dir or sockets.default_dir()).expanduser().absolute()
-    paths.ensure_private(directory)
+    try:
+        paths.ensure_private(directory)
+    except OSError as error:
+        raise KeeperUnavailable(
+            f"no keeper can be started in {directory}",
+            why=error.strerror or str(error),
+            fix="Set FER_RUNTIME_DIR to a directory that can be written.",
+            looked_in=[str(directory)],
+        ) from error
     if listens(directory):
         return _started("running", directory)
     deadline = time.monotonic() + timeout
