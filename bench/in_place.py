@@ -35,7 +35,9 @@ def publish_in_place(engine: ModuleEngine, *, slabs: int) -> dict[str, float]:
         wanted = total // slabs + max(piece.nbytes for piece in pieces)
         plans = layout.plan(pieces, granularity, wanted=wanted)
         device_total = sum(plan.size for plan in plans)
-        begun = client.begin(lookup.key, fields=lookup.fields, checkpoint=checkpoint.stamp([]).to_json(), total=device_total)
+        begun = client.begin(
+            lookup.key, fields=lookup.fields, checkpoint=checkpoint.stamp([]).to_json(), total=device_total
+        )
         moved = publish.Moved()
         address = workshop.backend.base + begun.offset if workshop.backend.base else 0
         for plan in plans:
@@ -68,7 +70,9 @@ def _pieces(module: nn.Module, device: str) -> tuple[list[layout.Piece], int]:
 
 
 def _bind(module: nn.Module, plans: list[layout.SlabPlan], moved: publish.Moved) -> None:
-    names = [(m, kind, name) for kind in ("_parameters", "_buffers") for m in module.modules() for name in getattr(m, kind)]
+    names = [
+        (m, kind, name) for kind in ("_parameters", "_buffers") for m in module.modules() for name in getattr(m, kind)
+    ]
     order = {id(tensor): n for n, tensor in enumerate(_tensors(module))}
     where = {index: (n, offset) for n, plan in enumerate(plans) for index, offset in plan.placed}
     for owner, kind, name in names:

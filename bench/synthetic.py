@@ -65,8 +65,12 @@ class Rank1T(nn.Module):
 
     def _attention(self, layer: nn.Module, hidden: int) -> None:
         for name, rows, columns in (
-            ("q_a", 1536, hidden), ("q_b", 1536 * 2, 1536), ("kv_a", 576, hidden), ("kv_b", 4096, 512), ("o", hidden, 2048),
-        ):  # fmt: skip
+            ("q_a", 1536, hidden),
+            ("q_b", 1536 * 2, 1536),
+            ("kv_a", 576, hidden),
+            ("kv_b", 4096, 512),
+            ("o", hidden, 2048),
+        ):
             self._fp8(layer, name, rows, columns)
         layer.register_buffer("norm", torch.empty(hidden, dtype=torch.bfloat16))
 

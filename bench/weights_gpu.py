@@ -212,7 +212,9 @@ def bench_baseline(results: Results) -> None:
         path = f"{folder}/model.safetensors"
         child(_write_safetensors, path, tensors, total, timeout=200)
         runs = [child(_load_safetensors, path)["load"] for _ in range(3)]
-        results.add("beside: safetensors.load_file to the GPU, 16 GiB, 8000 tensors, from page cache (ms)", spread(runs))
+        results.add(
+            "beside: safetensors.load_file to the GPU, 16 GiB, 8000 tensors, from page cache (ms)", spread(runs)
+        )
 
 
 def _write_safetensors(path: str, tensors: int, total: int) -> None:
@@ -268,7 +270,13 @@ def bench_share(results: Results) -> None:
     evict_all()
 
 
-BENCHES = {"attach": bench_attach, "rank1t": bench_rank1t, "publish": bench_publish, "baseline": bench_baseline, "share": bench_share}
+BENCHES = {
+    "attach": bench_attach,
+    "rank1t": bench_rank1t,
+    "publish": bench_publish,
+    "baseline": bench_baseline,
+    "share": bench_share,
+}
 
 
 def main(names: list[str]) -> None:

@@ -29,6 +29,9 @@ GIB = 1 << 30
 DESCRIPTORS_WANTED = 4096
 """Open files the keeper should be allowed: a few dozen slabs an edition, a connection an engine, and room to spare."""
 
+STORE_WANTED = 8192
+"""Descriptors the keeper's unit should have room for; the unit in packaging/systemd says the same."""
+
 GPU_ROOM = 0.1
 """Share of a GPU's memory that should be free before an engine starts there."""
 
@@ -59,7 +62,7 @@ class Machine:
     """What the checks look at; tests give a made-up one.
 
     Attributes:
-        runtime_dir: the only place to look for a keeper in, None for the usual ones.
+        runtime_dir: the only place to look for a keeper in, None for those of the settings.
     """
 
     runtime_dir: Path | None = None
@@ -75,12 +78,25 @@ class Machine:
             return error
 
     @cached_property
+    def options(self) -> Options | FerError:
+        """The settings in force, or what is wrong with them."""
+        try:
+            return Options.load(environ=self.environ, runtime_dir=self.runtime_dir)
+        except FerError as error:
+            return error
+
+    @property
+    def chosen_dir(self) -> Path | None:
+        """The one runtime directory that flag or settings name; None where a keeper may be in any of the usual ones."""
+        return self.runtime_dir if isinstance(self.options, FerError) else self.options.runtime_dir
+
+    @cached_property
     def keeper(self) -> Status | FerError:
         """The keeper's own account, or why there is none."""
         from fer.weights.client import KeeperClient
 
         try:
-            with KeeperClient.connect(self.runtime_dir, label="fer doctor") as client:
+            with KeeperClient.connect(self.chosen_dir, label="fer doctor") as client:
                 return client.status()
         except FerError as error:
             return error
@@ -109,10 +125,9 @@ def examine(runtime_dir: Path | None = None) -> list[Finding]:
 
 def check_settings(machine: Machine) -> Iterator[Finding]:
     """Settings load, and where each that is not the default comes from."""
-    try:
-        options = Options.load(environ=machine.environ)
-    except FerError as error:
-        yield Finding("settings", "fail", str(error), error.fix)
+    options = machine.options
+    if isinstance(options, FerError):
+        yield Finding("settings", "fail", str(options), options.fix)
         return
     given = [f"{name}={getattr(options, name)} ({s})" for name, s in options.sources.items() if s != "default"]
     yield Finding("settings", "ok", ", ".join(given) or "all defaults")
@@ -177,7 +192,7 @@ def _limit(value: int) -> str:
 
 def check_socket_directory(machine: Machine) -> Iterator[Finding]:
     """Every place a keeper may listen in is private, on a local file system, and short enough."""
-    places = [machine.runtime_dir] if machine.runtime_dir else paths.runtime_dirs()
+    places = [machine.chosen_dir] if machine.chosen_dir else paths.runtime_dirs()
     for place in places:
         name = f"socket directory {place}"
         try:
@@ -285,7 +300,7 @@ def _descriptor_store(pid: int, proc: Path) -> Iterator[Finding]:
     except (OSError, subprocess.SubprocessError):
         return
     if answer == "0":
-        fix = f"Set FileDescriptorStoreMax={DESCRIPTORS_WANTED} in {unit}, as packaging/systemd/fer-keeper.service does"
+        fix = f"Set FileDescriptorStoreMax={STORE_WANTED} in {unit}, as packaging/systemd/fer-keeper.service does"
         yield Finding("descriptor store", "fail", f"{unit} keeps no descriptors: the weights die with the keeper", fix)
     elif answer.isdigit():
         yield Finding("descriptor store", "ok", f"{unit} keeps up to {answer} descriptors")
@@ -413,11 +428,9 @@ def check_allocator(machine: Machine) -> Iterator[Finding]:
     """Torch's allocator settings fit the chosen transport."""
     if not machine.has_gpu or not uses_expandable_segments(machine.environ):
         return
-    try:
-        transport = Options.load(environ=machine.environ).transport
-    except FerError:
+    if isinstance(machine.options, FerError):
         return  # reported by the check of settings
-    if transport == "cuda-ipc":
+    if machine.options.transport == "cuda-ipc":
         fix = "Take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or use the transport vmm"
         yield Finding("allocator", "fail", "expandable_segments is on, and legacy IPC cannot share such memory", fix)
     else:

@@ -21,7 +21,9 @@
     │   ├── MappingError               a slab could not be mapped
     │   └── SlabLost                   a descriptor no longer imports
     ├── IntegrityError             kept bytes or structure differ from what was published
+    │   ├── StructureDiffers           the bytes are right, but this engine builds another module
     │   └── ArchiveError               an archive of graphs is damaged or cannot be written; says which section
+    ├── PeerRankFailed             another rank of this launch failed, and this one must not go on without it
     ├── GraphRefused               a graph cannot be kept or restored; it is captured natively
     ├── PublishRefused             what was loaded cannot be published; the engine goes on with it
     └── FerBug                     our own invariant broke: please report
@@ -141,8 +143,16 @@ class IntegrityError(FerError):
     """Kept bytes or structure differ from what was published."""
 
 
+class StructureDiffers(IntegrityError):
+    """The bytes are right, but this engine builds another module than the one that was published."""
+
+
 class ArchiveError(IntegrityError):
     """An archive of graphs is damaged, of another format, or cannot be written. Field: ``section``."""
+
+
+class PeerRankFailed(FerError):
+    """Another rank of this launch failed, and this one must not go on without it."""
 
 
 class GraphRefused(FerError):

@@ -211,6 +211,11 @@ class _Settings:
             sources[name] = source
         return cls(**values, sources=sources)  # type: ignore[call-arg]  # a dataclass, see settings()
 
+    def given(self, name: str) -> bool:
+        """Whether somebody asked for a setting's value, rather than left it at its default."""
+        (default,) = (setting.default for setting in self.settings() if setting.name == name)
+        return self.sources.get(name, "default") != "default" or getattr(self, name) != default
+
     def replace(self, **arguments: Any) -> Self:
         """A copy with some settings changed, None meaning unchanged. Raises OptionError as :meth:`load` does."""
         _refuse_unknown(arguments, {setting.name for setting in self.settings()}, "argument")
@@ -246,10 +251,10 @@ class Options(_Settings):
     cudagraph: bool = _setting(True, "keep and restore CUDA graphs", _boolean)
     distinit: bool = _setting(True, "speed up the set-up of process groups", _boolean)
     slab_bytes: int = _setting(0, "size of one slab, 0: chosen by the model's size", parse_bytes)
-    home: Path | None = _setting(None, "folder of archives, by default $XDG_CACHE_HOME/fer", _path)  # noqa: RUF009 - is a field
+    home: Path | None = _setting(None, "folder of the demonstration model, by default $XDG_CACHE_HOME/fer", _path)  # noqa: RUF009 - is a field
     runtime_dir: Path | None = _setting(None, "folder of sockets, by default $XDG_RUNTIME_DIR/fer", _path)  # noqa: RUF009 - is a field
     log: Literal["debug", "info", "warning", "error"] = _setting(
-        "info", "least severe message that is logged", choices=("debug", "info", "warning", "error")
+        "info", "least severe message of FER that is logged", choices=("debug", "info", "warning", "error")
     )
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
@@ -293,7 +298,8 @@ def config_path(environ: Mapping[str, str]) -> Path | None:
     if environ.get("FER_CONFIG"):
         return Path(environ["FER_CONFIG"]).expanduser()
     user = Path(environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()) / "fer" / "fer.toml"
-    return next((path for path in (Path("fer.toml").absolute(), user) if path.is_file()), None)
+    # Not Path.is_file(): it raises where a folder on the way is closed to this user, as a home of another's is.
+    return next((path for path in (Path("fer.toml").absolute(), user) if os.path.isfile(path)), None)
 
 
 def _read_file(environ: Mapping[str, str]) -> tuple[Path | None, dict[str, dict[str, Any]]]:

@@ -6,6 +6,7 @@ The module is not called ``recover``: importing a submodule sets it as an attrib
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from fer import stages
@@ -68,12 +69,20 @@ def _start(engine: Engine, options: Options | None, overrides: dict[str, Any]) -
         options = Options.load(**overrides)
     elif overrides:
         options = options.replace(**overrides)
-    return stages.Start(engine=engine, options=options, report=Report())
+    if options.given("log"):  # else the level is the application's own business
+        logging.getLogger("fer").setLevel(options.log.upper())
+    report = Report()
+    # Imports belong to the phase "python", which lasts until the first phase that is named.
+    stages.weights_stage()
+    engine.import_code()
+    return stages.Start(engine=engine, options=options, report=report)
 
 
 def _load_weights(start: stages.Start, graphs: stages.Wide | None, *, tokenizer: bool = True) -> None:
     engine, report = start.engine, start.report
+    weights = stages.weights_stage()
     with report.phase("distributed"):
+        weights.prepare(start)
         engine.init_distributed()
     if graphs is not None:
         with report.phase("graphs"):
@@ -84,7 +93,7 @@ def _load_weights(start: stages.Start, graphs: stages.Wide | None, *, tokenizer:
     with report.phase("kernels"):
         _run(start, stages.before_weights())
     with report.phase("weights"):
-        _run(start, [stages.weights_stage()])
+        _run(start, [weights])
 
 
 def _run(start: stages.Start, todo: list[stages.Stage]) -> None:

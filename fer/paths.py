@@ -14,7 +14,7 @@ SOCKET = "keeper.sock"
 
 
 def home() -> Path:
-    """Folder of archives: ``FER_HOME``, else ``$XDG_CACHE_HOME/fer``, else ``~/.cache/fer``."""
+    """Folder of what FER writes to disk: ``FER_HOME``, else ``$XDG_CACHE_HOME/fer``, else ``~/.cache/fer``."""
     if chosen := os.environ.get("FER_HOME"):
         return Path(chosen).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")

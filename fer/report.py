@@ -222,20 +222,8 @@ class Report:
         return report
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The timeline for chrome://tracing or Perfetto: microseconds, overlapping phases in lanes of their own."""
-        from fer.waterfall import lanes
-
-        events: list[dict[str, Any]] = [
-            {"name": "process_name", "ph": "M", "pid": self.pid, "tid": 0, "args": {"name": self.label or "start"}}
-        ]
-        ordered = [*self.phases, *sorted((s for s in self.spans if s.parent), key=lambda s: (s.start, -s.end))]
-        for span, lane in zip(ordered, lanes(ordered), strict=True):
-            arguments = _plain({**span.details, **({"error": span.error} if span.error else {})})
-            times = {"ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
-            category = "step" if span.parent else "phase"
-            event = {"name": span.name, "cat": category, "ph": "X", "pid": self.pid, "tid": lane, "args": arguments}
-            events.append({**event, **times})
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schema": SCHEMA}}
+        """The timeline for chrome://tracing or Perfetto; :func:`chrome_trace` takes several reports at once."""
+        return chrome_trace([self])
 
     def to_html(self) -> str:
         """One self-contained page with the waterfall; :func:`fer.waterfall.render` draws several reports at once."""
@@ -272,6 +260,29 @@ class Report:
             span.end = self.now()
             stack.remove(span)
             self.spans.append(span)
+
+
+def chrome_trace(reports: Sequence[Report]) -> dict[str, Any]:
+    """Starts for chrome://tracing or Perfetto, a process each, all from 0: microseconds since its process started.
+
+    Overlapping phases of one start stand in lanes of their own.
+    """
+    # Process ids may repeat among starts, and viewers sort by them: a number each keeps starts apart and in order.
+    events = [event for number, report in enumerate(reports, 1) for event in _trace_events(report, number)]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schema": SCHEMA}}
+
+
+def _trace_events(report: Report, number: int) -> Iterator[dict[str, Any]]:
+    from fer.waterfall import lanes
+
+    title = f"{report.label or 'start'} (pid {report.pid})"
+    yield {"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": {"name": title}}
+    ordered = [*report.phases, *sorted((s for s in report.spans if s.parent), key=lambda s: (s.start, -s.end))]
+    for span, lane in zip(ordered, lanes(ordered), strict=True):
+        arguments = _plain({**span.details, **({"error": span.error} if span.error else {})})
+        times = {"ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
+        category = "step" if span.parent else "phase"
+        yield {"name": span.name, "cat": category, "ph": "X", "pid": number, "tid": lane, "args": arguments, **times}
 
 
 def comparison_table(*reports: Report) -> str:

@@ -35,6 +35,9 @@ class Stage(ABC):
 
     name: str
 
+    def prepare(self, start: Start) -> None:
+        """Take what later phases could take first, such as addresses; before the engine forms its process groups."""
+
     @abstractmethod
     def run(self, start: Start) -> None:
         """Do the stage's part of the start and report the path taken."""

@@ -34,7 +34,10 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for name in [*os.environ]:
         if name.startswith(("FER_", "LISTEN_")) or name in _FOREIGN:
             monkeypatch.delenv(name)
-    runtime = Path(tempfile.mkdtemp(prefix="fer-test-"))
+    around = Path(tempfile.mkdtemp(prefix="fer-test-"))  # some tests put a log or a socket beside it
+    around.chmod(0o711)  # others may come as far as the runtime directory: whether it lets them in is tested
+    runtime = around / "r"
+    runtime.mkdir(mode=0o700)
     home = str(tmp_path / "fer-home")
     monkeypatch.setenv("FER_HOME", home)
     monkeypatch.setenv("FER_RUNTIME_DIR", str(runtime))
@@ -43,7 +46,7 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     yield runtime
     kill_all_with("FER_RUNTIME_DIR", str(runtime))
     kill_all_with("FER_HOME", home)
-    shutil.rmtree(runtime, ignore_errors=True)
+    shutil.rmtree(around, ignore_errors=True)
 
 
 @pytest.fixture
@@ -58,6 +61,19 @@ def children() -> Iterator[Children]:
     started = Children()
     yield started
     started.end()
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct, written once a run for every test and worker.
+
+    Converting it takes 20 s: ``TEST_MODELS`` names a folder that keeps it between runs.
+    """
+    from fer.engines.demo_model import smollm2
+
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    return smollm2(Path(os.environ.get("TEST_MODELS") or shared))
 
 
 @pytest.fixture

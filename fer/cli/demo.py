@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fer.cli.flags import Device, Home
+from fer.cli.flags import Device, Home, Trace
 from fer.cli.output import JsonFlag, guarded
+from fer.cli.settings import settings
 
 QUESTION = "What is the capital of France?"
 
@@ -23,6 +24,7 @@ def demo(
     html: Annotated[
         Path | None, typer.Option("--html", help="Where the waterfall goes.", show_default="in FER_HOME")
     ] = None,
+    trace: Trace = None,
     home: Home = None,
     json: JsonFlag = False,
 ) -> None:
@@ -34,4 +36,5 @@ def demo(
     with guarded(json):
         from fer.cli.demo_run import run
 
-        run(model, device=device, question=question, html=html, home=home, as_json=json)
+        options = settings(home=home)
+        run(model, device=device, question=question, html=html, trace=trace, home=options.home, as_json=json)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fer.cli.output import log_to_stderr
+from fer.cli.settings import settings
 from fer.errors import FerError
 
 if TYPE_CHECKING:
@@ -47,23 +47,15 @@ def _prompt(engine: TransformersEngine, question: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _import_model_code(engine: TransformersEngine) -> None:
-    """Import what Transformers would import on first use, as servers do: it belongs to the phase ``python``."""
-    import transformers
-
-    for name in ("AutoTokenizer", "AutoModelForCausalLM", "StaticCache", engine.identity().architecture):
-        getattr(transformers, name, None)  # a class from the model folder's own code is not among them
-    # Millions of objects of modules, which live as long as the process: the collector need not visit them again.
-    gc.freeze()
-
-
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     import fer
     from fer.cli.devices import resolve
     from fer.engines.transformers import TransformersEngine
 
     engine = TransformersEngine(arguments.model, device=resolve(arguments.device))
-    _import_model_code(engine)
+    engine.import_code()
+    # Millions of objects of modules, which live as long as the process: the collector need not visit them again.
+    gc.freeze()
     # The demo shows this mode, whatever the variables of this shell say about it.
     report = fer.recover(engine, mode="daemon", on_miss="load", weights=True)
     report.label = arguments.label
@@ -74,8 +66,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     _hush()
-    log_to_stderr("warning")  # the demo shows the path taken itself
     try:
+        settings()  # warnings only, unless asked for more: the demo shows the path taken itself
         message = _run(_arguments())
     except FerError as error:
         message = {"error": error.to_dict()}

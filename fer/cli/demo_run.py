@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
-from fer.cli.output import count, emit, err, escape, out, size
+from fer.cli.output import count, emit, err, escape, out, save, size
 from fer.cli.processes import DEATH_LIMIT_S, kill_and_wait, line_of, sweep, terminated_like_interrupted
 from fer.errors import FerError, IntegrityError, from_dict
-from fer.report import Report, comparison_table
+from fer.report import Report, chrome_trace, comparison_table
 
 START_LIMIT_S = 1800.0
 """Seconds an engine may take to start: large models load for many minutes from slow disks."""
@@ -157,14 +157,29 @@ def _steps(report: Report) -> str:
     return ", ".join(f"{span.name} {1000 * span.seconds:.1f} ms" for span in sorted(steps, key=lambda span: span.start))
 
 
-def run(model: Path | None, *, device: str, question: str, html: Path | None, home: Path | None, as_json: bool) -> None:
+def run(
+    model: Path | None,
+    *,
+    device: str,
+    question: str,
+    html: Path | None,
+    trace: Path | None,
+    home: Path | None,
+    as_json: bool,
+) -> None:
     """Run the demo and print what it found.
+
+    Args:
+        html: file for the waterfall, by default one in ``home``.
+        trace: file for a Chrome trace of all starts; by default none is written.
+        home: folder of the demonstration model, None: where :func:`fer.paths.home` says.
 
     Raises:
         IntegrityError: a recovered engine answered with other tokens.
         FerError: a start failed, or loaded where it should have attached.
     """
     from fer import paths
+    from fer.waterfall import render
 
     home = home or paths.home()
     console = err() if as_json else out()
@@ -183,13 +198,18 @@ def run(model: Path | None, *, device: str, question: str, html: Path | None, ho
         finally:
             stage.end()
     _check(starts)
-    _write_page(page, starts)
+    reports = [start.report for start in starts]
+    save(page, render(reports))
+    if trace is not None:
+        save(trace, json.dumps(chrome_trace(reports)))
     data = {"same_tokens": True, "starts": [start.to_json() for start in starts], "html": str(page)}
 
     def text(console: Console) -> None:
-        print(comparison_table(*(start.report for start in starts)))
+        print(comparison_table(*reports))
         console.print(f"\nAll three engines gave the same {len(starts[0].tokens)} tokens.")
         console.print(f"Waterfall: {escape(str(page))}")
+        if trace is not None:
+            console.print(f"Trace: {escape(str(trace))}")
 
     emit(as_json, data, text)
 
@@ -243,10 +263,3 @@ def _demonstration_model(home: Path) -> Path:
             fix="Install what it needs with scripts/install, or give --model a Hugging Face folder",
         )
     return Path(done.stdout.splitlines()[-1])
-
-
-def _write_page(page: Path, starts: list[EngineStart]) -> None:
-    from fer.waterfall import render
-
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render([start.report for start in starts]), encoding="utf-8")

@@ -30,5 +30,13 @@ Transport = Annotated[str | None, setting("transport")]
 Mode = Annotated[str | None, setting("mode")]
 SlabBytes = Annotated[str | None, setting("slab_bytes")]
 
+Html = Annotated[
+    Path | None, typer.Option("--html", help="Write the waterfall, an HTML page, here.", show_default=False)
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write a trace for chrome://tracing or Perfetto here.", show_default=False),
+]
+
 Model = Annotated[Path, typer.Option("--model", help="A Hugging Face model folder.", show_default=False)]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto (a GPU where there is one).")]

@@ -10,6 +10,7 @@ import typer
 
 from fer.cli.flags import RuntimeDir
 from fer.cli.output import JsonFlag, emit, guarded
+from fer.cli.settings import settings
 
 app = typer.Typer(no_args_is_help=True, help="The small process that holds weights while engines come and go.")
 
@@ -41,6 +42,7 @@ def stop(
     with guarded(json):
         from fer.weights.client import KeeperClient
 
-        with KeeperClient.connect(runtime_dir, label="fer keeper stop") as client:
+        options = settings(runtime_dir=runtime_dir)
+        with KeeperClient.connect(options.runtime_dir, label="fer keeper stop") as client:
             client.stop(force=force)
         emit(json, {"stopped": True}, lambda console: console.print("The keeper has stopped."))

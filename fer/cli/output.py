@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fer.cli.exit_codes import code_of
-from fer.errors import FerError
+from fer.errors import FerError, UsageError
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -94,6 +95,19 @@ def log_to_stderr(level: str = "info") -> None:
     handler.setFormatter(logging.Formatter("fer: %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(level.upper())
+
+
+def save(path: Path, text: str) -> None:
+    """Write what a flag asked for to a file, and make the folders above it.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written", why=error.strerror or str(error)) from error
 
 
 def escape(text: str) -> str:

@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fer.cli.output import emit, err, escape, size
+from fer.cli.output import emit, err, escape, save, size
 from fer.errors import FerError, PublishRefused
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fer.engines.transformers import TransformersEngine
+    from fer.options import Options
     from fer.report import Report
 
 _POLL_S = 0.2
 
 
-def preload(model: Path, *, device: str, dtype: str, as_json: bool, **settings: Any) -> None:
+def preload(
+    model: Path, options: Options, *, device: str, dtype: str, html: Path | None, trace: Path | None, as_json: bool
+) -> None:
     """Load, publish, wait for the digests, and print what became of it.
 
     Args:
-        settings: of :class:`fer.options.Options`, None where not given.
+        html, trace: files for the report as a page and as a Chrome trace.
 
     Raises:
         PublishRefused: the weights were loaded but could not be kept.
     """
     from fer.cli.devices import resolve
     from fer.engines.transformers import TransformersEngine
-    from fer.options import Options
     from fer.orchestrator import preload as run
 
-    given = {name: value for name, value in settings.items() if value is not None}
-    options = Options.load(**given, on_miss="load", weights=True).replace(**_keeping(given))
+    # These settings may be there for engines; loading ahead makes sense with these values only.
+    options = options.replace(on_miss="load", weights=True, mode="daemon" if options.mode == "off" else None)
     engine = TransformersEngine(model, device=resolve(device), dtype=dtype)
     with _progress(engine, shown=not as_json and sys.stderr.isatty()):
         report = run(engine, options)
@@ -46,14 +49,13 @@ def preload(model: Path, *, device: str, dtype: str, as_json: bool, **settings: 
         if stage.path != "attached" and not stage.details.get("published"):
             raise PublishRefused("the weights were loaded but are not kept", why=stage.why, fix="See fer doctor")
         _finish_digests()
+    if html is not None:
+        save(html, report.to_html())
+    if trace is not None:
+        save(trace, json.dumps(report.to_chrome_trace()))
     _print(report, as_json)
     if stage.details.get("transport") == "cuda-ipc" and stage.path != "attached":
         _export_until_ended(engine, stage.details["edition"], options.runtime_dir)
-
-
-def _keeping(given: dict[str, Any]) -> dict[str, Any]:
-    """``mode=off`` of the environment is for engines; loading ahead without a keeper would mean nothing."""
-    return {} if given.get("mode") == "client" else {"mode": "daemon"}
 
 
 def _finish_digests() -> None:

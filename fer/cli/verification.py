@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,23 +85,13 @@ def _read(client: KeeperClient, info: EditionInfo, full: bool) -> str:
         for mapping in mappings:
             undo.callback(mapping.close)
         found = attach.Check(record, mappings, backends, "full").finish()
-        if full:
+        if leased.digests is not None:
             # The views are gone before the mappings are closed under them.
-            found += _compare_digests(record, mappings, backends, leased.digests)
-    return found
-
-
-def _compare_digests(record: Any, mappings: Sequence[Any], backends: Mapping[str, Backend], kept: bytes | None) -> str:
-    from fer.weights import attach, integrity
-
-    if kept is None:
-        return "; its tensors have no digests yet"
-    wanted: dict[str, str] = json.loads(kept)
-    views = attach.views(record, mappings, backends)
-    for name, digest in wanted.items():
-        if name not in views or integrity.tensor_digest(views[name]) != digest:
-            raise IntegrityError(f"tensor {name} is not what was published")
-    return f" and {len(wanted)} tensors' digests"
+            count = attach.compare_digests(attach.views(record, mappings, backends), leased.digests)
+            return f"{found} and {count} tensors' digests"
+    if full:
+        raise IntegrityError("its tensors have no digests yet", fix="Wait until the engine that published it made them")
+    return f"{found}; its tensors have no digests yet"
 
 
 def _backends(gpu: str, kinds: set[str]) -> dict[str, Backend]:

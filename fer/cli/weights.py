@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fer.cli.exit_codes import MISS
-from fer.cli.flags import Device, Home, Model, RuntimeDir, SlabBytes, Transport, Verify
-from fer.cli.output import JsonFlag, ago, emit, escape, guarded, log_to_stderr, place, size, table
+from fer.cli.flags import Device, Html, Model, RuntimeDir, SlabBytes, Trace, Transport, Verify
+from fer.cli.output import JsonFlag, ago, emit, escape, guarded, place, size, table
+from fer.cli.settings import settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,8 +28,9 @@ def load(
     verify: Verify = None,
     transport: Transport = None,
     slab_bytes: SlabBytes = None,
-    home: Home = None,
     runtime_dir: RuntimeDir = None,
+    html: Html = None,
+    trace: Trace = None,
     json: JsonFlag = False,
 ) -> None:
     """Load a model and leave its weights with the keeper, ahead of the first engine.
@@ -39,18 +41,14 @@ def load(
     with guarded(json):
         from fer.cli.preload import preload
 
-        log_to_stderr("warning" if json else "info")
-        preload(
-            model,
-            device=device,
-            dtype=dtype,
-            as_json=json,
+        options = settings(
+            log="warning" if json else "info",
             verify=verify,
             transport=transport,
             slab_bytes=slab_bytes,
-            home=home,
             runtime_dir=runtime_dir,
         )
+        preload(model, options, device=device, dtype=dtype, html=html, trace=trace, as_json=json)
 
 
 def status(runtime_dir: RuntimeDir = None, json: JsonFlag = False) -> None:
@@ -58,7 +56,8 @@ def status(runtime_dir: RuntimeDir = None, json: JsonFlag = False) -> None:
     with guarded(json):
         from fer.weights.client import KeeperClient
 
-        with KeeperClient.connect(runtime_dir, label="fer status") as client:
+        options = settings(runtime_dir=runtime_dir)
+        with KeeperClient.connect(options.runtime_dir, label="fer status") as client:
             found = client.status()
         emit(json, plain(found), lambda console: _print_status(console, found))
 
@@ -98,7 +97,8 @@ def explain(
     with guarded(json):
         from fer.cli.explanation import explain as find
 
-        found = find(model, device=device, dtype=dtype, runtime_dir=runtime_dir)
+        options = settings(runtime_dir=runtime_dir)
+        found = find(model, device=device, dtype=dtype, runtime_dir=options.runtime_dir)
         emit(json, found.to_json(), found.print)
         if not found.would_attach:
             raise typer.Exit(MISS)
@@ -106,7 +106,7 @@ def explain(
 
 def verify(
     edition: Edition = None,
-    full: Annotated[bool, typer.Option("--full", help="Compare the digest of every tensor, too.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Fail where tensors have no digests to compare.")] = False,
     runtime_dir: RuntimeDir = None,
     json: JsonFlag = False,
 ) -> None:
@@ -114,8 +114,8 @@ def verify(
     with guarded(json):
         from fer.cli.verification import verify as check
 
-        log_to_stderr("warning" if json else "info")
-        check(edition, full=full, runtime_dir=runtime_dir, as_json=json)
+        options = settings(log="warning" if json else "info", runtime_dir=runtime_dir)
+        check(edition, full=full, runtime_dir=options.runtime_dir, as_json=json)
 
 
 def evict(
@@ -132,7 +132,8 @@ def evict(
 
         if sum((edition is not None, gpu is not None, everything)) != 1:
             raise UsageError("name what to evict", fix="Give exactly one of EDITION, --gpu and --all")
-        with KeeperClient.connect(runtime_dir, label="fer evict") as client:
+        options = settings(runtime_dir=runtime_dir)
+        with KeeperClient.connect(options.runtime_dir, label="fer evict") as client:
             name = None if edition is None else full_name(client, edition)
             gone = client.evict(name, gpu=gpu)
 

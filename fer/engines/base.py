@@ -106,6 +106,12 @@ class Engine(ABC):
     def adopt(self, module: nn.Module) -> None:
         """Go on with this module, loaded or attached."""
 
+    def import_code(self) -> None:
+        """Import what the engine would import on first use: it belongs to the phase ``python``, not to what it delays.
+
+        Touches no device, so that a launcher may do it ahead of the start.
+        """
+
     def load_tokenizer(self) -> None:
         """Phase ``tokenizer``."""
 
@@ -133,5 +139,11 @@ class Engine(ABC):
         """Produce one token; its end is the end of the start."""
 
     def estimated_bytes(self) -> int:
-        """Device bytes the loaded weights will need, 0 where unknown; the checkpoint's size is a fair guess."""
-        return sum(path.stat().st_size for path in self.identity().checkpoint)
+        """Device bytes that this rank's weights will need, 0 where unknown.
+
+        By default the checkpoint's size, shared among the ranks that split the model.
+        """
+        identity = self.identity()
+        ranks = identity.ranks
+        shares = ranks.tp_size * ranks.pp_size * ranks.ep_size
+        return -(-sum(path.stat().st_size for path in identity.checkpoint) // shares)

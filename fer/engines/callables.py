@@ -1,15 +1,29 @@
-"""What decides a callable's result, as far as Python lets one see: its source files and the values bound to it."""
+"""What decides a callable's result, as far as Python lets one see: its source files and the values it depends on.
+
+Seen are values that it closes over, is bound to or has as defaults, module-level values and code that it reads by
+name, and the same again of every local function and class among these (:mod:`fer.engines.reads` says what local is).
+Not seen is what is only found while it runs: ``getattr`` with a computed name, ``import`` inside a function, module
+values that change after the engine was made, files and environment variables.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextvars
 import dataclasses
 import enum
 import functools
 import inspect
+import logging
+import re
+import threading
+import types
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from fer.engines import reads
 from fer.errors import UsageError
 
 Function = Callable[..., Any]
@@ -23,16 +37,20 @@ def name(function: Function) -> str:
 
 
 def source_files(function: Function) -> set[Path]:
-    """The files that define ``function`` and every callable bound to it.
+    """The files that define ``function``, every callable bound to it, and the local code that these read.
 
     Raises:
         UsageError: a part has no source file, as in an interactive session.
     """
-    return {_source_file(part) for part in _parts(function)}
+    parts = list(_parts(function))
+    modules = {value for part in parts for value in _read(part).values() if inspect.ismodule(value)}
+    return {_source_file(part) for part in parts} | {
+        Path(str(module.__file__)).resolve() for module in modules if reads.local(module)
+    }
 
 
 def bound_values(function: Function, *, strict: bool) -> dict[str, Any]:
-    """Values a partial was given or a function closes over, as plain data by name.
+    """Values that ``function`` and what it calls depend on, as plain data by name.
 
     Args:
         strict: refuse values that are no plain data; otherwise they are left out.
@@ -42,7 +60,9 @@ def bound_values(function: Function, *, strict: bool) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for part in _parts(function, partials=True):
-        for key, value in _bound(part).items():
+        for key, value in _dependencies(part).items():
+            if isinstance(value, _INERT):
+                continue
             if callable(value):
                 values[f"{name(part)}.{key}"] = name(value)
                 continue
@@ -51,11 +71,18 @@ def bound_values(function: Function, *, strict: bool) -> dict[str, Any]:
             except TypeError as error:
                 if strict:
                     raise UsageError(
-                        f"{name(part)} is bound to {key!r}, which cannot be compared between processes",
+                        f"{name(part)} depends on {key!r}, which cannot be compared between processes",
                         why=str(error),
                         fix="Bind plain values only, or say in settings= what decides the weights",
                     ) from None
     return values
+
+
+_INERT: tuple[type, ...] = (
+    *(types.ModuleType, types.UnionType, typing.TypeVar, typing.ParamSpec),
+    *(logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock()), contextvars.ContextVar),
+)
+"""No weights come of these; the files of local modules are sources."""
 
 
 def _unwrap(function: Function) -> Function:
@@ -74,8 +101,48 @@ def _parts(function: Function, *, partials: bool = False, seen: set[int] | None 
         yield function
     inner = [function.func] if isinstance(function, functools.partial) else []
     for value in [*inner, *_bound(function).values()]:
-        if callable(value):
-            yield from _parts(value, partials=partials, seen=seen)
+        for found in _callables(value):
+            yield from _parts(found, partials=partials, seen=seen)
+    for value in _read(function).values():
+        for found in _callables(value):
+            if _followed(found):
+                yield from _parts(found, partials=partials, seen=seen)
+
+
+def _callables(value: Any) -> Iterator[Function]:
+    """``value`` where it is callable, and the callables in a container."""
+    if callable(value):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (found for item in value.values() for found in _callables(item))
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from (found for item in value for found in _callables(item))
+
+
+def _followed(found: Any) -> bool:
+    """Whether there is more to a callable found by name than that name: installed code is stamped by its version."""
+    if isinstance(found, functools.partial):
+        return True
+    if inspect.isroutine(found) or inspect.isclass(found):
+        return reads.local(found) or reads.local(inspect.unwrap(found))
+    return type(found).__module__ not in _TYPING and bool(_fields(found))
+
+
+_TYPING = {"typing", "types", "collections.abc", "_collections_abc"}
+
+
+def _dependencies(function: Function) -> dict[str, Any]:
+    return {**_read(function), **_bound(function)}  # an instance's own value hides its class's
+
+
+def _read(function: Function) -> dict[str, Any]:
+    """The module-level values, defaults and class members that one callable reads; see :mod:`fer.engines.reads`."""
+    if isinstance(function, types.FunctionType):
+        return {**reads.defaults(function), **reads.module_values(function)}
+    if inspect.ismethod(function):
+        owner: Any = function.__self__
+        return {**_read(function.__func__), **reads.members(owner if inspect.isclass(owner) else type(owner))}
+    return reads.members(function if inspect.isclass(function) else type(function))
 
 
 def _bound(function: Function) -> dict[str, Any]:
@@ -136,6 +203,12 @@ def _plain(value: Any) -> Any:
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return _plain(vars(value))
+    if isinstance(value, re.Pattern):
+        return [_plain(value.pattern), value.flags]
+    if callable(value):
+        return name(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -71,8 +71,9 @@ def check_engine(
         world: ranks of the launch; each gets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
             ``MASTER_PORT``.
         unsupported: arguments for ``make`` that give an engine whose quantisation must be refused before any load.
-        options: settings for ``fer.recover``, such as ``{"transport": "cuda-ipc"}``.
-        read_only: whether attached memory must be mapped read-only; ``cuda-ipc`` cannot.
+        options: settings for ``fer.recover``, such as ``{"slab_bytes": 1 << 20}``. Not the transport
+            cuda-ipc: its memory ends with the publisher, and every process here is killed before the next starts.
+        read_only: whether attached memory must be mapped read-only.
         timeout_s: seconds that one process may take.
 
     Raises:

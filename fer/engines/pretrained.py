@@ -47,7 +47,25 @@ def raw_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing or no JSON object.
     """
-    path = folder / "config.json"
+    return _json_object(folder / "config.json")
+
+
+def compared_config(folder: Path) -> dict[str, Any]:
+    """The folder's configuration as far as it has an effect: ``config`` and, where there is one, ``generation_config``.
+
+    Raises:
+        CheckpointError: one of the files is no JSON object.
+    """
+    # Loading replaces these: by the compute type, which the identity has in its own field, and by the folder's name.
+    # All others, the version that wrote the file included, end in the configuration that the module carries.
+    replaced = {"_name_or_path", "torch_dtype", "dtype"}
+    config = {name: value for name, value in raw_config(folder).items() if name not in replaced}
+    generation = folder / "generation_config.json"
+    more = {"generation_config": _json_object(generation)} if generation.exists() else {}
+    return {"config": config, **more}
+
+
+def _json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -84,6 +102,15 @@ def dtype_of(asked: str, config: Any, shards: Sequence[Path]) -> str:
         return str(configured).removeprefix("torch.")
     found = (tensor.dtype for shard in shards for tensor in read_header(shard).tensors if tensor.dtype in _FLOATS)
     return _FLOATS[next(found, "F32")]
+
+
+def plan_of(folder: Path, overrides: Mapping[str, Any], *, trust_remote_code: bool = False) -> dict[str, str]:
+    """Sharding styles of the model's own tensor-parallel plan, by patterns of module names; empty without one."""
+    config = config_of(folder, overrides, trust_remote_code=trust_remote_code)
+    # Models add to the plans of their class and configuration when they are made.
+    with torch.device("meta"):
+        model = _hub().AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return {pattern: str(style) for pattern, style in (getattr(model, "_tp_plan", None) or {}).items()}
 
 
 def load(recipe: Recipe) -> nn.Module:

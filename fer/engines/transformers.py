@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
@@ -18,13 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fer.engines import fp8, pretrained, ranks
+from fer.engines import estimate, fp8, pretrained, ranks
 from fer.engines.base import Engine, EngineIdentity, Ranks
 from fer.engines.quiet import quiet
 from fer.errors import CheckpointError, FerBug, OptionError, UsageError
 from fer.weights import quantization as guard
 from fer.weights.shards import resolve
 
+_CONFIGURATIONS = ("config", "generation_config")
 _PACKAGES = ("transformers", "torch", "accelerate", "tokenizers", "safetensors", "kernels")
 """Distributions that take part in loading, where installed."""
 
@@ -51,6 +53,8 @@ class TransformersEngine(Engine):
         module: the model in use, after :meth:`adopt`.
         tokenizer: after :meth:`load_tokenizer`; None for a folder without one.
 
+    The content of ``config.json`` and ``generation_config.json`` is part of the identity, field by field.
+
     Raises:
         OptionError: an argument is not one of the values above.
         CheckpointError: the folder has no readable ``config.json``.
@@ -75,8 +79,10 @@ class TransformersEngine(Engine):
         if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise OptionError(f"dtype={dtype!r} is not known", fix="Use auto or a torch type such as bfloat16")
         self.folder = Path(folder)
-        if not (self.folder / "config.json").is_file():
-            raise CheckpointError(f"{self.folder} is no model folder", why="it has no config.json")
+        try:
+            (self.folder / "config.json").stat()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} is no model folder", why=f"config.json: {error.strerror}") from error
         self.device = device
         self.max_length = max_length
         self.revision = revision
@@ -106,11 +112,11 @@ class TransformersEngine(Engine):
 
     def build(self) -> nn.Module:
         with quiet():
-            return pretrained.build(self._recipe())
+            return self._unchanged(pretrained.build(self._recipe()))
 
     def load(self) -> nn.Module:
         with quiet():
-            return pretrained.load(self._recipe())
+            return self._unchanged(pretrained.load(self._recipe()))
 
     def adopt(self, module: nn.Module) -> None:
         self._module = module
@@ -118,6 +124,25 @@ class TransformersEngine(Engine):
         # Newer Transformers renamed the argument and warns about the old name.
         accepted = inspect.signature(self._module.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+
+    def estimated_bytes(self) -> int:
+        identity = self.identity()
+        world = identity.ranks.tp_size
+        plan: dict[str, str] = {}
+        if world > 1:
+            with quiet():
+                plan = pretrained.plan_of(self.folder, self.overrides, trust_remote_code=self.trust_remote_code)
+        itemsize = getattr(torch, identity.dtype).itemsize
+        return estimate.loaded_bytes(identity.checkpoint, itemsize=itemsize, world=world, plan=plan)
+
+    def import_code(self) -> None:
+        import transformers
+
+        # Transformers imports each class when its name is asked for; one from the folder's own code is not among them.
+        # The architecture is read from the file: identity() would settle the ranks before there are process groups.
+        named = json.loads((self.folder / "config.json").read_bytes()).get("architectures") or []
+        for name in ("AutoTokenizer", "AutoModelForCausalLM", "StaticCache", *named):
+            getattr(transformers, str(name), None)
 
     def load_tokenizer(self) -> None:
         if not any(path for pattern in ("*token*", "vocab*", "*.tiktoken") for path in self.folder.glob(pattern)):
@@ -237,6 +262,19 @@ class TransformersEngine(Engine):
             trust_remote_code=self.trust_remote_code,
         )
 
+    def _unchanged(self, module: nn.Module) -> nn.Module:
+        """The module, made of the configuration that the identity tells; it was read from the files once more."""
+        compared = pretrained.compared_config(self.folder)
+        settings = self.identity().settings
+        changed = [name for name in _CONFIGURATIONS if compared.get(name) != settings.get(name)]
+        if changed:
+            raise CheckpointError(
+                f"{' and '.join(f'{name}.json' for name in changed)} of {self.folder} changed during the start",
+                fix="Start again once the folder is complete",
+                path=str(self.folder),
+            )
+        return module
+
     def _describe(self) -> EngineIdentity:
         method, details = guard.of_config(pretrained.raw_config(self.folder))
         guard.check(method, details)
@@ -247,6 +285,7 @@ class TransformersEngine(Engine):
             "attention": self.attention or "auto",
             "tensor_parallel": self.tensor_parallel,
             "trust_remote_code": self.trust_remote_code,
+            **pretrained.compared_config(self.folder),
         }
         if method:
             settings["matmul"] = fp8.choose(self._matmul, self.device, details)

@@ -10,15 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     import torch
 
     from fer.memory.fd import Fd
 
-HOST = "host"
+HOST: Final = "host"
 """The ``gpu`` of editions that live in host memory."""
+
+Kind = Literal["host", "cuda", "cuda-ipc"]
+"""What a slab's descriptor stands for: a sealed memfd, CUDA virtual memory, or a legacy CUDA IPC handle."""
 
 ALIGNMENT = 512
 """Bytes; torch's caching allocator hands out addresses with this alignment, so kernels may rely on it."""
@@ -36,13 +39,13 @@ class Mapping(ABC):
     """One slab, mapped into this process.
 
     Attributes:
-        kind: ``"host"`` or ``"cuda"``.
+        kind: what its descriptor stands for.
         address: first byte, in the device's address space.
         size: bytes, a multiple of the backend's granularity.
         moved: True where the recorded address was taken and the slab was mapped elsewhere.
     """
 
-    kind: str
+    kind: Kind
     address: int
     size: int
     moved: bool
@@ -59,13 +62,13 @@ class Mapping(ABC):
             MappingError: the slab is still mapped writable somewhere.
         """
 
-    def populate(self) -> None:  # noqa: B027 - an optional hint, not a forgotten abstract method
+    def populate(self) -> None:
         """Bring the pages in ahead of first use, where that saves time (host: the page faults of the first pass).
 
         Takes time in proportion to the size and leaves the GIL alone, so a background thread may do it.
         """
 
-    def forget_descriptor(self) -> None:  # noqa: B027 - most mappings hold none
+    def forget_descriptor(self) -> None:
         """Close what only :meth:`export` needs, once the slab was handed over."""
 
     @abstractmethod
@@ -77,14 +80,14 @@ class Backend(ABC):
     """Slabs of one device.
 
     Attributes:
-        kind: ``"host"`` or ``"cuda"``.
+        kind: of its slabs.
         device: torch's name of the device, ``"cpu"`` or ``"cuda:0"``.
         gpu: ``"host"``, or the physical GPU's UUID as the driver prints it (``"GPU-..."``).
         granularity: bytes; every slab's size is a multiple of it.
         base: address of the device's ``weights`` range, 0 where addresses are not recorded (host).
     """
 
-    kind: str
+    kind: Kind
     device: str
     gpu: str
     granularity: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fer.errors import IntegrityError, SlabLost
+from fer.errors import IntegrityError, SlabLost, StructureDiffers
 from fer.memory import torch_private
 from fer.memory.base import Backend
 from fer.memory.base import Mapping as SlabMapping
@@ -180,11 +181,11 @@ def bind(
     if found.leftovers:
         raise IntegrityError(f"{len(found.leftovers)} tensors were left without memory, first {found.leftovers[0]}")
     if found.digest != record.structure:
-        raise IntegrityError(
+        raise StructureDiffers(
             "the attached module has not the published structure",
             why=f"its digest is {found.digest[:16]}, published was {record.structure[:16]}; they part at "
             + (module_state.where_it_parts(skeleton, record.state.outline) or "no single fact"),
-            fix="The edition is dropped and the weights are loaded again",
+            fix="Something that decides the module is not in the engine's identity: please report it",
         )
     return copied
 
@@ -203,6 +204,23 @@ def views(
                 storage, getattr(torch, leaf.dtype), leaf.shape, leaf.stride, leaf.offset
             )
     return found
+
+
+def compare_digests(tensors: Mapping[str, torch.Tensor], kept: bytes) -> int:
+    """Compare tensors, by path, with the sha256 of each that the publisher left; how many were compared.
+
+    Raises:
+        IntegrityError: one differs or is missing.
+    """
+    wanted: dict[str, str] = json.loads(kept)
+    for name, digest in wanted.items():
+        if name not in tensors or integrity.tensor_digest(tensors[name]) != digest:
+            raise IntegrityError(
+                f"tensor {name} is not what was published",
+                why="its sha256 differs" if name in tensors else "there is no such tensor",
+                fix="Evict this edition: fer evict",
+            )
+    return len(wanted)
 
 
 def _device(kind: str, backends: Mapping[str, Backend]) -> str:

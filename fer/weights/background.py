@@ -56,7 +56,8 @@ class Digests(threading.Thread):
     def run(self) -> None:
         try:
             self._checkpoint()
-            self._each_tensor()
+            if not self._cancelled.is_set():
+                self._each_tensor()
         except FerError as error:
             if not self._cancelled.is_set():
                 log.warning("digests of edition %s were not kept: %s", self._edition, error)

@@ -23,7 +23,7 @@ import msgspec
 from fer import paths
 from fer.errors import KeeperUnavailable, PeerRefused, ProtocolError, from_dict
 from fer.memory import fdpass
-from fer.memory.fd import Fd
+from fer.memory.fd import Fd, widen_table
 from fer.memory.seal import read_sealed, sealed_bytes
 from fer.weights import wire
 from fer.weights.wire import (
@@ -64,6 +64,8 @@ CALL_S = 30.0
 """Seconds the keeper has for an answer, beyond the wait that the call itself asks for."""
 
 _R = TypeVar("_R", bound=wire.Reply)
+
+widen_table()  # now, and not in the middle of a lease
 
 
 class Leased:
@@ -245,7 +247,7 @@ class KeeperClient:
 
         Raises:
             Refused: ``exists``, ``claimed`` (someone else loads it), ``launches_met``, ``group_failed``,
-                ``no_range`` (the weights range of that GPU is full).
+                ``no_range`` (the weights range of that GPU is full), ``too_many_descriptors``.
         """
         with sealed_bytes("fer-fields", fields) as first, sealed_bytes("fer-checkpoint", checkpoint) as second:
             return self._call(wire.Begin(0, key=key, total=total), Begun, fds=[first, second])
@@ -254,7 +256,8 @@ class KeeperClient:
         """Hand slabs to the keeper, in the order the manifest counts them. The descriptors stay the caller's.
 
         Raises:
-            Refused: ``unknown_transaction``, ``group_failed``, ``not_a_slab``, ``too_big``, ``too_many_slabs``.
+            Refused: ``unknown_transaction``, ``group_failed``, ``not_a_slab``, ``too_big``,
+                ``too_many_descriptors``.
         """
         for first in range(0, len(slabs), wire.SLABS_A_FRAME):
             part = slabs[first : first + wire.SLABS_A_FRAME]
@@ -283,7 +286,11 @@ class KeeperClient:
     # --- an edition's further life ---
 
     def annotate(self, edition: str, *, checkpoint: bytes | None = None, digests: bytes | None = None) -> None:
-        """Replace what is known of an edition's checkpoint, or leave the digests of its tensors with it."""
+        """Replace what is known of an edition's checkpoint, or leave the digests of its tensors with it.
+
+        Raises:
+            Refused: ``not_leased``: this connection has no lease on it; ``unknown_edition``.
+        """
         given = {name: data for name, data in (("checkpoint", checkpoint), ("digests", digests)) if data is not None}
         if not given:
             return
@@ -294,7 +301,12 @@ class KeeperClient:
             fdpass.close_all(fds)
 
     def report_lost(self, edition: str, why: str) -> None:
-        """Say that an edition's descriptors no longer import: it is dropped with its group."""
+        """Say that an edition's descriptors no longer import: it is dropped with its group.
+
+        Raises:
+            Refused: ``not_leased``: neither has this connection a lease on it, nor does its memory live with this
+                process. An edition that is gone already is none.
+        """
         self._call(wire.ReportLost(0, edition=edition, why=why[:4096]), wire.Done)
 
     def make_room(self, gpu: str, needed: int | None) -> Room:
@@ -330,7 +342,7 @@ class KeeperClient:
         """End the keeper and free what it holds.
 
         Raises:
-            LeasesStand: engines use editions (of other connections than this one) and ``force`` was not given.
+            LeasesStand: others than this connection use editions or load them, and ``force`` was not given.
         """
         self._call(wire.Stop(0, force=force), wire.Done)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fer.errors import KeeperError, KeeperUnavailable
 from fer.weights.client import KeeperClient
-from fer.weights.keeper.start import Started, start_keeper
+from fer.weights.keeper.start import Started, shares_cgroup, start_keeper
 
 if TYPE_CHECKING:
     from fer.options import Options
@@ -25,26 +25,33 @@ def connect(options: Options, *, label: str = "") -> tuple[KeeperClient | None, 
     Raises:
         KeeperError: ``mode="client"`` and there is no keeper, or not one to be trusted.
     """
+    looked_in: list[str] = []
     try:
         return KeeperClient.connect(options.runtime_dir, label=label), ""
-    except KeeperUnavailable:
+    except KeeperUnavailable as error:
         if options.mode == "client":
             raise
+        looked_in = error.fields.get("looked_in", [])
     except KeeperError as error:
         if options.mode == "client":
             raise
         return None, f"no keeper to be trusted: {error}"
     try:
         started = start_keeper(options.runtime_dir)
-        return KeeperClient.connect(started.runtime_dir, label=label), _note(started)
+        return KeeperClient.connect(started.runtime_dir, label=label), _note(started, looked_in)
     except KeeperError as error:
         return None, f"no keeper could be started: {error}"
 
 
-def _note(started: Started) -> str:
+def ends_with_us(client: KeeperClient) -> bool:
+    """Whether the keeper is in this process's cgroup, and so ends with the engine's unit or container."""
+    return shares_cgroup(client.keeper_pid)
+
+
+def _note(started: Started, looked_in: list[str]) -> str:
     """What an operator should know of a keeper that was started just now."""
     if started.how == "running":  # somebody else was quicker
         return ""
     how = {"systemd-run": "in a unit of its own", "detached": "detached from this process"}[started.how]
     end = ", in this engine's cgroup: it will end with the engine's unit or container" if started.shares_cgroup else ""
-    return f"a keeper was started {how}{end}"
+    return f"no keeper listened in {' or '.join(looked_in)}; one was started {how}{end}"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from fer.errors import MappingError
-from fer.memory.base import Backend
+from fer.errors import KeeperError, MappingError
+from fer.memory.base import Backend, Mapping
 from fer.memory.open import open_backend
-from fer.weights import attach, manifest, module_state, publish
+from fer.weights import attach, manifest, publish
 from fer.weights.client import KeeperClient, Key
 from fer.weights.drawing import WithoutDrawing
 from fer.weights.pauses import without_gc
@@ -57,7 +60,7 @@ class Workshop:
         with self._report.step("skeleton"), torch.device("meta"), WithoutDrawing():
             return self._engine.build()
 
-    def attach(self, client: KeeperClient, edition: str) -> attach.Attached:
+    def attach_edition(self, client: KeeperClient, edition: str) -> attach.Attached:
         """Lease an edition and bind a new module to it.
 
         Raises:
@@ -65,9 +68,9 @@ class Workshop:
             KeeperError: the edition went away meanwhile.
         """
         with without_gc():
-            return self._attach(client, edition)
+            return self._attach_edition(client, edition)
 
-    def _attach(self, client: KeeperClient, edition: str) -> attach.Attached:
+    def _attach_edition(self, client: KeeperClient, edition: str) -> attach.Attached:
         skeleton = self._skeleton()
         span = self._report.step
         with span("lease"):
@@ -85,6 +88,11 @@ class Workshop:
             copied = attach.bind(skeleton, record, mappings, self._by_kind, mutable=self._engine.mutable)
         with span("finish check"):
             verified = check.finish()
+        if self._options.verify == "full" and leased.digests is not None:
+            with span("compare digests"):
+                views = attach.views(record, mappings, self._by_kind)
+                verified += f" and {attach.compare_digests(views, leased.digests)} tensors' digests"
+        _populate(mappings)
         return attach.Attached(
             module=skeleton,
             manifest=record,
@@ -95,7 +103,7 @@ class Workshop:
             transport=_transport(record),
         )
 
-    def publish(
+    def publish_module(
         self, client: KeeperClient, module: nn.Module, key: Key, fields: bytes, loaded_from: CheckpointIdentity
     ) -> Published:
         """Move a loaded module into slabs and hand them to the keeper.
@@ -120,7 +128,8 @@ class Workshop:
             with span("hand over"):
                 committed = self._hand_over(client, begun.transaction, record, moved)
         except BaseException:
-            client.abort(begun.transaction)
+            with suppress(KeeperError):  # without a keeper there is nothing left to abort
+                client.abort(begun.transaction)
             raise
         return Published(
             edition=committed,
@@ -147,10 +156,11 @@ class Workshop:
         self._by_kind[kind] = open_backend(self._engine.device, transport)
 
     def _seal(self, prepared: publish.Prepared, moved: publish.Moved) -> manifest.Manifest:
+        copies = publish.private_copies(prepared, self._engine.mutable)
         try:
             return publish.seal(prepared, moved)
         finally:  # also where sealing failed half way: some slabs are read-only by then
-            publish.give_private_copies(prepared, self._engine.mutable)
+            copies.give()
 
     def _hand_over(
         self, client: KeeperClient, transaction: str, record: manifest.Manifest, moved: publish.Moved
@@ -168,6 +178,18 @@ class Workshop:
         for mapping, _ in moved.slabs:
             mapping.forget_descriptor()
         return committed.edition
+
+
+def _populate(mappings: Sequence[Mapping]) -> None:
+    """Let a thread bring host slabs' pages in, ahead of the first forward pass that would fault on each of them."""
+    large = [mapping for mapping in mappings if mapping.kind == "host"]
+
+    def work() -> None:
+        for mapping in large:
+            mapping.populate()
+
+    if large:
+        threading.Thread(target=work, name="fer-populate", daemon=True).start()
 
 
 def _transport(record: manifest.Manifest) -> str:

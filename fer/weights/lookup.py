@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from fer import fingerprint
 from fer.engines.base import EngineIdentity
 from fer.environment import environment
-from fer.errors import FerError, IntegrityError, KeeperError, SlabLost
-from fer.memory.base import Backend
+from fer.errors import FerError, IntegrityError, KeeperError, LeasesStand, SlabLost, StructureDiffers
+from fer.memory.base import HOST, Backend
 from fer.weights import checkpoint
 from fer.weights.client import Candidate, KeeperClient, Key, Near
 
@@ -23,6 +25,7 @@ class Lookup:
         unknown: fields that could not be found out. Such a fingerprint equals none, so nothing can be attached and
             publishing would only take memory.
         why: of the last :meth:`choose` that found something, how its checkpoint was recognised.
+        unusable: editions that matched and could not be attached.
         reasons: of the last :meth:`choose` and what followed it, why there was no hit; never empty after a miss.
     """
 
@@ -42,17 +45,18 @@ class Lookup:
         self.reasons: list[str] = []
         self._now = checkpoint.stamp(identity.checkpoint)
         self._verdict: checkpoint.Verdict | None = None
-        self._broken: set[str] = set()
+        self.unusable: list[str] = []
+        self._passed_over: list[str] = []
 
     def choose(self) -> Candidate | None:
         """The edition to attach, or None with :attr:`reasons`."""
-        self.reasons = []
+        self.reasons = list(self._passed_over)
         if self.unknown:
             self.reasons.append(f"could not be found out, so nothing kept can be trusted: {', '.join(self.unknown)}")
             return None
         found = self._client.find(self.key)
         for candidate in found.candidates:
-            if candidate.edition in self._broken:
+            if candidate.edition in self.unusable:
                 continue
             kept = checkpoint.CheckpointIdentity.from_json(candidate.checkpoint)
             verdict = checkpoint.compare(self._now, kept)
@@ -63,7 +67,8 @@ class Lookup:
             self.reasons.append(f"edition {candidate.edition} is of another checkpoint: {verdict.why}")
         self.reasons += [self._explain(near) for near in found.near]
         if not self.reasons:
-            self.reasons.append("no edition is kept for this GPU")
+            where = "in host memory" if self.key.gpu == HOST else f"on {self.key.gpu}"
+            self.reasons.append(f"no edition is kept {where}")
         return None
 
     def _explain(self, near: Near) -> str:
@@ -75,15 +80,31 @@ class Lookup:
         return f"edition {near.edition} differs in {named}{more}"
 
     def broken(self, edition: str, error: FerError) -> None:
-        """An edition could not be attached: do not choose it again, and where its memory is at fault tell the keeper."""
-        self._broken.add(edition)
-        self.reasons.append(f"edition {edition} could not be attached: {error}")
-        if isinstance(error, (SlabLost, IntegrityError)):
-            self._client.report_lost(edition, str(error))
-        elif not isinstance(error, KeeperError):
-            self._client.release(edition)
+        """An edition could not be attached: do not choose it again; where its memory is at fault, tell the keeper."""
+        self.passed_over(edition, f"edition {edition} could not be attached: {error}")
+        with suppress(KeeperError):
+            if isinstance(error, (SlabLost, IntegrityError)) and not isinstance(error, StructureDiffers):
+                self._client.report_lost(edition, str(error))
+            else:
+                self._client.release(edition)
+
+    def passed_over(self, edition: str, why: str) -> None:
+        """Do not choose an edition again."""
+        self.unusable.append(edition)
+        self._passed_over.append(why)
+        self.reasons.append(why)
+
+    def clear_the_way(self) -> None:
+        """Evict editions this engine could not attach though everything matched: they would forbid it to publish."""
+        for edition in self.unusable:
+            try:
+                self._client.evict(edition)
+            except LeasesStand as error:
+                self.reasons.append(f"{error}; it stands in the way of publishing until then: fer evict {edition}")
+            except KeeperError:
+                pass  # it is gone already, or the keeper is, which publishing will say
 
     def refresh(self, chosen: Candidate) -> None:
-        """Where the checkpoint was recognised by its bytes, keep its new file times: the next start need not read them."""
+        """Where the checkpoint was recognised by its bytes, keep its new file times: the next start reads nothing."""
         if self._verdict is not None and self._verdict.by == "full":
             self._client.annotate(chosen.edition, checkpoint=self._verdict.now.to_json())

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from fer.errors import IntegrityError
-from fer.memory.base import ALIGNMENT
+from fer.memory.base import ALIGNMENT, Kind
 from fer.weights import records
 from fer.weights.pauses import without_gc
 from fer.weights.records import Leaf, LeafRef, ModuleState, NodeRef, Place, WrapperRef
@@ -51,7 +51,7 @@ class StorageRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class SlabRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One slab: bytes, address it was mapped at (0: any), checksum of all of it, digest of samples (host only)."""
 
-    kind: str
+    kind: Kind
     size: int
     address: int
     checksum: str

@@ -230,7 +230,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float:
         target.copy_(source, non_blocking=True)
     done.record()
     done.synchronize()
-    return begun.elapsed_time(done) / 1e3
+    return float(begun.elapsed_time(done)) / 1e3
 
 
 def seal(prepared: Prepared, moved: Moved) -> manifest.Manifest:
@@ -276,16 +276,36 @@ def seal(prepared: Prepared, moved: Moved) -> manifest.Manifest:
     return record
 
 
-def give_private_copies(prepared: Prepared, patterns: Sequence[str]) -> list[str]:
-    """Move the storages the engine declared mutable back out of the sealed slabs; returns the paths of their tensors.
+@dataclass(kw_only=True)
+class PrivateCopies:
+    """Copies of the storages that the engine declared mutable, made while nothing is sealed yet.
 
     The slabs keep the values of the moment of loading, which is what a later engine must start from.
     """
-    copied: list[str] = []
+
+    copies: list[tuple[list[torch.Tensor], torch.UntypedStorage]] = field(default_factory=list)
+
+    def give(self) -> None:
+        """Move the engine's tensors over to the copies. To be called whatever became of sealing."""
+        for tensors, storage in self.copies:
+            torch_private.rebind(tensors, storage)
+
+
+def private_copies(prepared: Prepared, patterns: Sequence[str]) -> PrivateCopies:
+    """Copy what the engine writes, before it becomes read-only.
+
+    Raises:
+        OutOfMemory: no room for a copy; nothing was sealed, and the engine may go on writing where it is.
+    """
+    made = PrivateCopies()
     for live in prepared.capture.storages:
         if not live.nbytes or not module_state.matches(live.names, patterns):
             continue
         tensors = [prepared.capture.tensors[number] for number in live.tensors]
-        torch_private.rebind(tensors, private_copy(tensors[0].untyped_storage()))
-        copied += live.names
-    return copied
+        try:
+            made.copies.append((tensors, private_copy(tensors[0].untyped_storage())))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"no room for a private copy of {live.names[0]}", why=str(error), needed=live.nbytes, free=0
+            ) from error
+    return made

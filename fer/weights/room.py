@@ -49,6 +49,6 @@ def make(client: KeeperClient, backend: Backend, needed: int, *, publish: bool =
 
 
 def _beside(backend: Backend, needed: int) -> int:
-    """Bytes of a device that publishing needs beside the weights: a slab to fill, and what a slab always leaves free."""
+    """Bytes that publishing needs beside the weights: a slab to fill, and what a slab leaves free in any case."""
     slab = min(needed, layout.slab_bytes(needed))
     return slab + (host.spare(backend.room().total) if backend.kind == "host" else 0)

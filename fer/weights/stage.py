@@ -17,23 +17,29 @@ another rank never enters.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from fer.errors import FerError, Miss, OutOfMemory, PublishRefused, Refused, WaitTimeout
+from fer.errors import CheckpointError, FerBug, FerError, KeeperError, Miss, PublishRefused, WaitTimeout
+from fer.memory.open import open_backend
 from fer.stages import Stage
 from fer.weights import checkpoint, quantization, room
 from fer.weights.background import Digests
-from fer.weights.connect import connect
+from fer.weights.connect import connect, ends_with_us
 from fer.weights.edition import Published, Workshop
 from fer.weights.lookup import Lookup
+from fer.weights.pauses import without_gc
+from fer.weights.votes import together
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fer.engines.base import EngineIdentity
     from fer.stages import Start
+    from fer.weights.attach import Attached
     from fer.weights.client import KeeperClient
 
 log = logging.getLogger("fer")
@@ -44,26 +50,46 @@ class WeightsStage(Stage):
 
     name = "weights"
 
+    def prepare(self, start: Start) -> None:
+        """Make the device's context and reserve its addresses, before communicators map memory of their own.
+
+        What goes wrong here is told when the device is opened for use.
+        """
+        options, device = start.options, start.engine.device
+        if not options.weights or options.mode == "off" or device == "cpu":
+            return
+        if ":" not in device and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return  # which card is this rank's is not settled yet
+        with suppress(FerError), start.report.step("open device"):
+            open_backend(device, options.transport)
+
     def run(self, start: Start) -> None:
         """Leave the engine with its module, attached or loaded."""
-        options = start.options
+        engine, options = start.engine, start.options
         if not options.weights or options.mode == "off":
-            start.engine.adopt(start.engine.load())
+            engine.adopt(engine.load())
             start.report.stage("weights", path="off", why="mode=off" if options.weights else "weights=false")
             return
         with start.report.step("identity"):
-            identity = start.engine.identity()
+            identity = engine.identity()
         quantization.check(identity.quantization, identity.quantization_config)
         with start.report.step("connect"):
-            client, note = connect(options, label=f"{identity.engine} {identity.model}")
-        if client is None:
-            _load_unkept(start, note)
+            label = f"{identity.engine} {identity.model}"
+            client, note = together(engine, lambda: connect(options, label=label), "connecting to its keeper")
+        if not engine.agree(client is not None):
+            if client is not None:
+                client.close()
+            _load_unkept(start, note if client is None else "another rank of this launch has no keeper")
             return
-        attempt = _Attempt(start, identity, client, note)
+        assert client is not None
+        kept = False
         try:
+            with without_gc():
+                attempt = together(engine, lambda: _Attempt(start, identity, client, note), "opening its device")
             attempt.run()
+            kept = attempt.kept
         finally:
-            if not attempt.kept:
+            if not kept:
                 client.close()
 
 
@@ -72,27 +98,34 @@ def _load_unkept(start: Start, why: str) -> None:
     if start.options.on_miss == "fail":
         raise Miss("the weights cannot be attached", why=why, fix="Start a keeper, or set on_miss=load", reasons=[why])
     start.engine.adopt(start.engine.load())
-    start.report.stage("weights", path="loaded", why=why)
+    start.report.stage("weights", path="loaded", why=why, published=False)
 
 
 class _Attempt:
     """One run of the stage with a keeper.
 
+    The keeper may go away for good at any point. Then the engine goes on alone, as if there never had been one, and
+    the report says so; it never fails for want of FER. What a rank finds out alone is voted on before it is acted on.
+
     Attributes:
         kept: True once the connection, and with it the lease, belongs to a living module.
+        alone: this launch must not publish: the keeper is gone, or another launch has the part.
     """
 
     def __init__(self, start: Start, identity: EngineIdentity, client: KeeperClient, note: str) -> None:
         self.engine, self.options, self.report = start.engine, start.options, start.report
         self.identity, self.client, self.note = identity, client, note
-        self.kept = self.timed_out = False
+        self.kept = self.timed_out = self.alone = False
         self.workshop = Workshop(self.engine, self.options, self.report)
         with self.report.step("fingerprint"):
             self.lookup = Lookup(client, identity, self.workshop.backend)
+        self.alone = bool(self.lookup.unknown)
 
     def run(self) -> None:
         deadline = time.monotonic() + self.options.wait_s
-        while not self._attach():
+        while (outcome := self._attach()) != "attached":
+            if outcome == "tried":
+                continue  # another edition may fit; what could not be attached is not chosen again
             why = "; ".join(self.lookup.reasons)
             if self.options.on_miss == "fail":
                 raise Miss(
@@ -105,38 +138,47 @@ class _Attempt:
             if outcome == "look_again":
                 continue
             if outcome == "claimed":
-                self._load_and_publish(why)
+                self._load_and_publish()
             else:
                 self._load_alone()
             return
 
+    def _gone(self, error: KeeperError) -> None:
+        """The keeper refuses or is gone: say so, and go on without it."""
+        log.warning("going on without the keeper: %s", error)
+        self.lookup.reasons.append(str(error))
+        self.alone = True
+
     # --- attach ---
 
-    def _attach(self) -> bool:
-        """Attach on all ranks, or on none."""
+    def _attach(self) -> str:
+        """Attach on all ranks or on none: ``"attached"``, ``"tried"`` (in vain) or ``"miss"``."""
         engine, lookup = self.engine, self.lookup
-        with self.report.step("look"):
-            candidate = lookup.choose()
+        candidate = None
+        try:
+            with self.report.step("look"), without_gc():
+                candidate = lookup.choose()
+        except KeeperError as error:
+            self._gone(error)
+        except CheckpointError as error:  # a file changed while it was compared
+            lookup.reasons.append(str(error))
         if not engine.agree(candidate is not None):
             if candidate is not None:
                 lookup.reasons.append("another rank of this launch has no edition that fits")
-            return False
+            return "miss"
         assert candidate is not None
-        attached = None
-        try:
-            attached = self.workshop.attach(self.client, candidate.edition)
-        except FerError as error:
-            log.warning("edition %s could not be attached: %s", candidate.edition, error)
-            lookup.broken(candidate.edition, error)
+        attached = self._try_attach(candidate.edition)
         if not engine.agree(attached is not None):
             if attached is not None:
-                lookup.reasons.append("another rank of this launch could not attach its edition")
-                self.client.release(candidate.edition)
-            return False
+                lookup.passed_over(candidate.edition, "another rank of this launch could not attach its edition")
+                with suppress(KeeperError):
+                    self.client.release(candidate.edition)
+            return "tried"
         assert attached is not None
         engine.adopt(attached.module)
         self._keep(attached.module)
-        lookup.refresh(candidate)
+        with suppress(KeeperError):  # only saves the next start some reading
+            lookup.refresh(candidate)
         self.report.stage(
             "weights",
             path="attached",
@@ -148,8 +190,21 @@ class _Attempt:
             verified=attached.verified,
             copied=attached.copied,
             transport=attached.transport,
+            **self._keepers_end(),
         )
-        return True
+        return "attached"
+
+    def _try_attach(self, edition: str) -> Attached | None:
+        try:
+            return self.workshop.attach_edition(self.client, edition)
+        except FerError as error:
+            log.warning("edition %s could not be attached: %s", edition, error)
+            self.lookup.broken(edition, error)
+        except Exception as error:  # a bug of ours must not take down an engine that can load
+            log.exception("attaching edition %s failed", edition)
+            bug = FerBug(f"{type(error).__name__}: {error}", fix="Please report it with the log")
+            self.lookup.broken(edition, bug)
+        return None
 
     def _keep(self, module: nn.Module, digests: Digests | None = None) -> None:
         """Tie the lease to the module's life: it stands while the module is used, and ends with it."""
@@ -161,29 +216,30 @@ class _Attempt:
     def _claim(self, deadline: float) -> str:
         """What all ranks do next: ``"claimed"`` (load and publish), ``"look_again"`` or ``"alone"`` (only load)."""
         engine = self.engine
-        outcome = self._claim_alone(deadline)
+        outcome = "alone" if self.alone else self._claim_alone(deadline)
         nobody_looks_again = engine.agree(outcome != "look_again")
         all_claimed = engine.agree(outcome == "claimed")
         if all_claimed:
             return "claimed"
         if outcome == "claimed":
-            self.client.unclaim()
-        return "alone" if nobody_looks_again else "look_again"
+            with suppress(KeeperError):
+                self.client.unclaim()
+        # A rank whose keeper is gone cannot look again, and no rank may look without it.
+        everybody_can = engine.agree(not self.alone)
+        return "look_again" if everybody_can and not nobody_looks_again else "alone"
 
     def _claim_alone(self, deadline: float) -> str:
-        if self.lookup.unknown:
-            return "alone"
         wait_s = max(0.0, deadline - time.monotonic())
         try:
             with self.report.step("wait for another loader"):
                 claim = self.client.claim(self.lookup.key, wait_s=wait_s)
-        except Refused as error:  # two launches met, or a rank of this one failed: this launch may not publish
-            self.lookup.reasons.append(str(error))
+        except KeeperError as error:  # gone, or two launches met, or a rank of this one failed
+            self._gone(error)
             return "alone"
         if claim.outcome == "timeout":
             who = f"{claim.holder.label or 'process'} {claim.holder.pid}" if claim.holder else "another engine"
             self.lookup.reasons.append(f"waited {wait_s:.0f} s for {who}, which loads the same weights")
-            self.timed_out = True
+            self.timed_out = self.alone = True
         return claim.outcome if claim.outcome != "timeout" else "alone"
 
     def _load_alone(self) -> None:
@@ -196,45 +252,35 @@ class _Attempt:
             )
         evicted = self._make_room(publish=False)
         self.engine.adopt(self.engine.load())
-        self.report.stage("weights", path="loaded", why=self._with_note(why), published=False, evicted=evicted)
+        self.report.stage("weights", path="loaded", why=self._with_note(why), published=False, **_told(evicted))
 
     def _make_room(self, *, publish: bool) -> list[str]:
-        """Evict what stands in the way; the same answer on every rank."""
-        trouble: OutOfMemory | None = None
-        evicted: list[str] = []
-        try:
-            with self.report.step("make room"):
-                found = room.make(
-                    self.client, self.workshop.backend, self.engine.estimated_bytes(), publish=publish
-                )
-            evicted = [info.edition for info in found]
-        except OutOfMemory as error:
-            trouble = error
-        if self.engine.agree(trouble is None):
-            return evicted
-        raise trouble or OutOfMemory("another rank of this launch has no room for its weights")
+        """Evict what stands in the way; all ranks fit, or none goes on."""
 
-    def _load_and_publish(self, why: str) -> None:
+        def make() -> list[str]:
+            try:
+                with self.report.step("make room"):
+                    needed = self.engine.estimated_bytes()
+                    found = room.make(self.client, self.workshop.backend, needed, publish=publish)
+            except KeeperError as error:
+                self._gone(error)
+                return []
+            return [info.edition for info in found]
+
+        return together(self.engine, make, "making room for its weights")
+
+    def _load_and_publish(self) -> None:
+        self.lookup.clear_the_way()
         evicted = self._make_room(publish=True)
         before = checkpoint.stamp(self.identity.checkpoint)
         with self.report.step("load"):
             module = self.engine.load()
-        published: Published | None = None
-        trouble = ""
-        try:
-            self._refuse_changed(before)
-            with self.report.step("publish"):
-                published = self.workshop.publish(self.client, module, self.lookup.key, self.lookup.fields, before)
-        except FerError as error:
-            trouble = f"{type(error).__name__}: {error}"
-            log.warning("the weights were not published: %s", error)
-        except Exception as error:  # a bug of ours must not take down an engine that has its weights
-            trouble = f"bug in FER, please report: {type(error).__name__}: {error}"
-            log.exception("publishing failed")
+        published, trouble = self._publish(module, before)
         self.engine.adopt(module)
+        why = self._with_note("; ".join(self.lookup.reasons))
         if published is None:
-            why = self._with_note(f"{why}; not published: {trouble}")
-            self.report.stage("weights", path="loaded", why=why, published=False, evicted=evicted)
+            why = f"{why}; not published: {trouble}"
+            self.report.stage("weights", path="loaded", why=why, published=False, **_told(evicted))
             return
         digests = Digests(self.client, published.edition, self.identity.checkpoint, before, published.tensors)
         self._keep(module, digests)
@@ -242,16 +288,31 @@ class _Attempt:
         self.report.stage(
             "weights",
             path="loaded",
-            why=self._with_note(why),
+            why=why,
             published=True,
             edition=published.edition,
             bytes=published.bytes,
             slabs=published.slabs,
             peak_extra_bytes=published.peak_extra,
             copy_s=round(published.copy_s, 6),
-            evicted=evicted,
             transport=published.transport,
+            **_told(evicted),
+            **self._keepers_end(),
         )
+
+    def _publish(self, module: nn.Module, before: checkpoint.CheckpointIdentity) -> tuple[Published | None, str]:
+        """The committed edition, or None and why not; the module is whole and usable either way."""
+        key, fields = self.lookup.key, self.lookup.fields
+        try:
+            self._refuse_changed(before)
+            with self.report.step("publish"):
+                return self.workshop.publish_module(self.client, module, key, fields, before), ""
+        except FerError as error:
+            log.warning("the weights were not published: %s", error)
+            return None, f"{type(error).__name__}: {error}"
+        except Exception as error:  # a bug of ours must not take down an engine that has its weights
+            log.exception("publishing failed")
+            return None, f"bug in FER, please report: {type(error).__name__}: {error}"
 
     def _refuse_changed(self, before: checkpoint.CheckpointIdentity) -> None:
         changes = checkpoint.changed(before, checkpoint.stamp(self.identity.checkpoint))
@@ -265,6 +326,15 @@ class _Attempt:
 
     def _with_note(self, why: str) -> str:
         return f"{why}; {self.note}" if self.note else why
+
+    def _keepers_end(self) -> dict[str, bool]:
+        """A detail of the report where the keeper would not outlive the engine's unit or container."""
+        return {"keeper_ends_with_engine": True} if ends_with_us(self.client) else {}
+
+
+def _told(evicted: list[str]) -> dict[str, list[str]]:
+    """What was evicted, as a detail of the report; nothing where nothing was."""
+    return {"evicted": evicted} if evicted else {}
 
 
 def _let_go(client: KeeperClient, digests: Digests | None) -> None:

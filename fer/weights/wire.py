@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fer.errors import ProtocolError
+from fer.memory.base import Kind
 from fer.memory.fd import Fd
 from fer.memory.seal import read_sealed, sealed_bytes
 
@@ -40,7 +41,6 @@ Seconds = Annotated[float, Meta(ge=0, le=WAIT_LIMIT_S)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Blob = bytes  # for classes with a field called bytes
-Kind = Literal["host", "cuda", "cuda-ipc"]
 
 
 class _Plain(Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.cli import LIMIT_S, fer, start_keeper
 from tests.support.engine_models import llama
+from tests.support.keeper import read_line
 from tests.support.processes import WAIT_S, Children
 
 pytestmark = pytest.mark.timeout(300)
@@ -102,7 +103,7 @@ def test_load_explain_verify_evict(children: Children, model: Path) -> None:
     assert missing.json["would_attach"] is False
     assert missing.json["reasons"]
 
-    loaded = fer("load", "--model", model, "--device", "cpu", "--json")
+    loaded = fer("load", "--model", model, "--device", "cpu", "--json", fresh=True)
     assert loaded.code == 0, loaded.err
     weights = loaded.json["weights"]
     assert (weights["path"], weights["published"]) == ("loaded", True)
@@ -173,8 +174,7 @@ def test_a_running_keeper_gets_a_clean_bill_from_the_doctor(children: Children, 
 def test_the_runtime_directory_may_be_given(children: Children, tmp_path: Path, place: Callable[[Path], Path]) -> None:
     folder = place(tmp_path)
     keeper = children.spawn([sys.executable, "-m", "fer", "keeper", "run", "--runtime-dir", str(folder)])
-    assert keeper.stdout is not None
-    assert keeper.stdout.readline()
+    assert read_line(keeper.stdout)
     assert fer("status", "--runtime-dir", folder).code == 0
     assert fer("status").code == 4
     assert fer("keeper", "stop", "--runtime-dir", folder).code == 0

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from fer.engines import conformance
 from fer.engines.conformance import NotConforming, check_engine, compare
 from fer.engines.conformance_snapshot import Snapshot
 from tests.support import engine_cases as cases
 from tests.support import engine_models as models
+from tests.support.processes import Children
+from tests.support.zygote import WITH_TRANSFORMERS, Forked
 
 pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def forked(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite's processes are forked from one that has imported Transformers; that alone takes one of them 6 s."""
+
+    def start(command: list[str], **options: Any) -> Forked:
+        assert command[:2] == [sys.executable, "-m"]
+        return children.fork(*command[2:], preload=WITH_TRANSFORMERS, **options)
+
+    monkeypatch.setattr(conformance, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": start}))
 
 
 def _arguments(folder: Path, **more: Any) -> dict[str, Any]:
@@ -33,6 +50,7 @@ def test_module_engine_conforms(tmp_path: Path) -> None:
     assert "norm.running_mean" in outcome.results["attach"][0]["written"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_of_a_module_engine_conform_together(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file({"weight": torch.arange(64.0).reshape(8, 8)}, path)
@@ -47,6 +65,7 @@ def test_transformers_engine_conforms(tmp_path: Path) -> None:
     check_engine(cases.transformers, _arguments(folder), probe=cases.transformers_outputs)
 
 
+@pytest.mark.usefixtures("forked")
 def test_block_fp8_conforms_and_per_tensor_fp8_is_refused(tmp_path: Path) -> None:
     source = models.qwen3(tmp_path / "qwen3")
     folder = models.to_fp8(source, tmp_path / "fp8")
@@ -62,11 +81,13 @@ def test_block_fp8_conforms_and_per_tensor_fp8_is_refused(tmp_path: Path) -> Non
     assert outcome.results["refuse"][0]["method"] == "fp8 (per-tensor)"
 
 
+@pytest.mark.usefixtures("forked")
 def test_fp8_experts_conform(tmp_path: Path) -> None:
     folder = models.to_fp8(models.qwen3_moe(tmp_path / "moe"), tmp_path / "fp8")
     check_engine(cases.transformers, _arguments(folder), probe=cases.transformers_outputs)
 
 
+@pytest.mark.usefixtures("forked")
 def test_tensor_parallel_transformers_conform(tmp_path: Path) -> None:
     source = models.qwen3(tmp_path / "qwen3", hidden_size=512, intermediate_size=512, num_key_value_heads=4)
     folder = models.to_fp8(source, tmp_path / "fp8")
@@ -80,6 +101,7 @@ def test_tensor_parallel_transformers_conform(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_lost_value_is_found(tmp_path: Path) -> None:
     """An adapter whose loaded state the skeleton cannot give back must not pass."""
     path = str(cases.write_awkward(tmp_path / "weights.safetensors"))

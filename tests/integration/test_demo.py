@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import select
 import signal
 import sys
 from html.parser import HTMLParser
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fer.engines.demo_model import smollm2
 from tests.support.cli import fer
+from tests.support.keeper import read_line
 from tests.support.processes import WAIT_S, Children, with_variable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -20,20 +20,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LIMIT_S = 500.0
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct, written once a run for every test and worker."""
-    base = tmp_path_factory.getbasetemp()
-    return smollm2(base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base)
-
-
 def _left_over(home: str) -> list[int]:
     return list(with_variable("FER_HOME", home))
 
 
-def test_the_demo_recovers_the_same_tokens_twice(model: Path, tmp_path: Path) -> None:
+def test_the_demo_recovers_the_same_tokens_twice(smollm2_folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "waterfall.html"
-    done = fer("demo", "--model", model, "--device", "cpu", "--html", page, "--json", limit_s=LIMIT_S)
+    trace = tmp_path / "trace.json"
+    files = ("--html", page, "--trace", trace)
+    done = fer("demo", "--model", smollm2_folder, "--device", "cpu", *files, "--json", limit_s=LIMIT_S)
     assert done.code == 0, done.err
     data = done.json
     assert data["same_tokens"] is True
@@ -46,6 +41,8 @@ def test_the_demo_recovers_the_same_tokens_twice(model: Path, tmp_path: Path) ->
         assert {"python", "tokenizer", "weights", "server"} <= set(phases)
     assert data["html"] == str(page)
     HTMLParser().feed(page.read_text("utf-8"))
+    named = [event for event in json.loads(trace.read_text("utf-8"))["traceEvents"] if event["ph"] == "M"]
+    assert [event["args"]["name"].split(" (")[0] for event in named] == [start["label"] for start in data["starts"]]
     for words in ("Paris", "SIGKILL to engine", "SIGKILL to keeper", "256.6 MiB"):
         assert words in done.err
     assert _left_over(os.environ["FER_HOME"]) == []
@@ -59,15 +56,11 @@ def test_the_demo_recovers_the_same_tokens_twice(model: Path, tmp_path: Path) ->
     ],
 )
 def test_an_interrupted_demo_ends_all_it_started(
-    children: Children, model: Path, number: signal.Signals, moment: str
+    children: Children, smollm2_folder: Path, number: signal.Signals, moment: str
 ) -> None:
-    demo = children.spawn([sys.executable, "-m", "fer", "demo", "--model", str(model), "--device", "cpu"])
-    assert demo.stdout is not None
-    seen = ""
-    while moment not in seen:
-        assert select.select([demo.stdout], [], [], LIMIT_S)[0], seen
-        seen += (line := demo.stdout.readline())
-        assert line, seen
+    demo = children.spawn([sys.executable, "-m", "fer", "demo", "--model", str(smollm2_folder), "--device", "cpu"])
+    while moment not in read_line(demo.stdout, LIMIT_S):
+        assert demo.poll() is None
     assert _left_over(os.environ["FER_HOME"])
     demo.send_signal(number)
     assert demo.wait(WAIT_S) == 130

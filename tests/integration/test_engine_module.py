@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fer.engines import callables
+from fer.engines.base import Ranks
 from fer.engines.conformance_worker import plain
 from fer.engines.module import ModuleEngine
 from fer.errors import FerBug, UnsupportedQuantization, UsageError
@@ -152,3 +153,14 @@ def test_a_launch_of_one_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="init_distributed"):
         ModuleEngine(build, load).identity()
+
+
+def test_the_estimate_is_the_checkpoints_share_unless_said(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1001))
+    engine = ModuleEngine(build, load, checkpoint=[file])
+    assert engine.estimated_bytes() == 1001
+    for ranks, share in ((Ranks(tp_size=2, pp_size=2), 251), (Ranks(ep_size=4), 251), (Ranks(dp_size=4), 1001)):
+        engine._ranks = ranks
+        assert engine.estimated_bytes() == share
+    assert ModuleEngine(build, load, checkpoint=[file], estimated_bytes=77).estimated_bytes() == 77

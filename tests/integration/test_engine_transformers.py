@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fer.engines import fp8
+import fer
+from fer.engines import estimate, fp8
+from fer.engines.base import Ranks
 from fer.engines.conformance_snapshot import Snapshot
 from fer.engines.demo_model import smollm2
 from fer.engines.transformers import TransformersEngine
@@ -105,7 +109,72 @@ def test_identity_reads_no_weights_and_names_the_shards(llama: Path) -> None:
     identity = TransformersEngine(llama, revision="r1").identity()
     assert (identity.engine, identity.architecture, identity.revision) == ("transformers", "LlamaForCausalLM", "r1")
     assert [path.name for path in identity.checkpoint] == ["model.safetensors"]
-    assert TransformersEngine(llama).estimated_bytes() == (llama / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "field"),
+    [
+        ("config.json", {"rms_norm_eps": 0.5}, "config.rms_norm_eps"),
+        ("config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "config.rope_parameters"),
+        ("generation_config.json", {"eos_token_id": [7, 8]}, "generation_config.eos_token_id"),
+        ("generation_config.json", {"transformers_version": "9.9"}, "generation_config.transformers_version"),
+    ],
+)
+def test_an_edited_configuration_is_a_named_miss(
+    llama: Path, tmp_path: Path, file: str, change: dict[str, object], field: str
+) -> None:
+    folder = models.with_config(llama, tmp_path / "model")
+    assert fer.recover(TransformersEngine(folder, dtype="float32")).stages["weights"].path == "loaded"
+    content = json.loads((folder / file).read_text())
+    config = json.loads((folder / "config.json").read_text())
+    without_effect = {"_name_or_path": "elsewhere", "dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps({**config, **without_effect}))
+    assert fer.recover(TransformersEngine(folder, dtype="float32")).stages["weights"].path == "attached"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / file).write_text(json.dumps({**content, **change}))
+    engine = TransformersEngine(folder)
+    told = fer.recover(engine).stages["weights"]
+    assert told.path == "loaded"
+    assert field in told.why
+    right = started(TransformersEngine(folder))
+    assert torch.equal(engine.logits(PROMPT), right.logits(PROMPT))
+    assert engine.module.generation_config.eos_token_id == right.module.generation_config.eos_token_id
+
+
+def test_a_configuration_that_changes_during_the_start_is_refused(llama: Path, tmp_path: Path) -> None:
+    engine = TransformersEngine(models.with_config(llama, tmp_path / "model"))
+    engine.identity()
+    models.with_config(llama, tmp_path / "other", rms_norm_eps=0.5)
+    (tmp_path / "other" / "config.json").replace(engine.folder / "config.json")
+    for call in (engine.load, engine.build):
+        with pytest.raises(CheckpointError, match=r"config\.json .* changed"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [models.llama, models.qwen3_moe])
+def test_the_estimate_is_what_loading_takes(make: Any, dtype: str, tmp_path: Path) -> None:
+    engine = TransformersEngine(make(tmp_path / "model", dtype="float32"), dtype=dtype)
+    taken = sum(p.numel() * p.element_size() for p in engine.load().parameters())
+    assert engine.estimated_bytes() == taken
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_fp8"])
+def test_the_estimate_of_a_rank_is_its_share(name: str, request: pytest.FixtureRequest) -> None:
+    engine = TransformersEngine(request.getfixturevalue(name))
+    whole = engine.estimated_bytes()
+    engine._identity = replace(engine.identity(), ranks=Ranks(tp_size=2))
+    assert engine.estimated_bytes() == pytest.approx(whole / 2, rel=0.02)
+    assert engine.estimated_bytes() > whole / 2, "norms are whole on every rank"
+
+
+def test_the_estimate_follows_the_plan(qwen3_fp8: Path) -> None:
+    shards = TransformersEngine(qwen3_fp8).identity().checkpoint
+    whole = estimate.loaded_bytes(shards, itemsize=2)
+    assert estimate.loaded_bytes(shards, itemsize=4) < 2 * whole, "FP8 weights are not cast"
+    assert estimate.loaded_bytes(shards, itemsize=2, world=2, plan={"layers.*": "replicated"}) == whole
+    half = estimate.loaded_bytes(shards, itemsize=2, world=2, plan={"lm_head": "colwise"})
+    assert half == whole - 512 * 256 * 2 // 2
 
 
 def test_code_in_the_folder_counts_where_it_is_trusted(llama: Path, tmp_path: Path) -> None:
@@ -205,25 +274,18 @@ def test_a_matmul_that_does_not_work_here_is_refused(qwen3_fp8: Path) -> None:
 # -- the demo's model ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Real weights. Converting them takes 20 s: TEST_MODELS names a folder that keeps them between runs."""
-    kept = os.environ.get("TEST_MODELS")
-    return smollm2(Path(kept) if kept else tmp_path_factory.mktemp("demo"))
-
-
-def test_smollm2_answers_a_question(demo: Path) -> None:
-    engine = TransformersEngine(demo)
+def test_smollm2_answers_a_question(smollm2_folder: Path) -> None:
+    engine = TransformersEngine(smollm2_folder)
     engine.load_tokenizer()
     engine = started(engine)
     assert "Paris" in engine.ask("What is the capital of France?")
     assert engine.generate("Once upon a time", 6) == engine.generate("Once upon a time", 6)
 
 
-def test_smollm2_is_an_ordinary_sharded_folder(demo: Path) -> None:
-    shards = TransformersEngine(demo).identity().checkpoint
+def test_smollm2_is_an_ordinary_sharded_folder(smollm2_folder: Path) -> None:
+    shards = TransformersEngine(smollm2_folder).identity().checkpoint
     assert len(shards) > 1
-    config = json.loads((demo / "config.json").read_text())
+    config = json.loads((smollm2_folder / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
-    assert smollm2(demo.parents[1]) == demo, "made once"
-    assert not list(demo.parent.glob("*.new-*"))
+    assert smollm2(smollm2_folder.parents[1]) == smollm2_folder, "made once"
+    assert not list(smollm2_folder.parent.glob("*.new-*"))

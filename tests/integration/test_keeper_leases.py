@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from fer.errors import LeasesStand, Refused
-from tests.support.keeper import PAGE, Keeper, engine_at, key, publish
-from tests.support.processes import Children
+from fer.weights.client import SlabInfo
+from fer.weights.keeper.desk import DESCRIPTOR_LIMIT
+from fer.weights.keeper.records import PAYLOADS
+from tests.support.keeper import PAGE, Keeper, begin, engine_at, key, publish, slab, wait_until
+from tests.support.processes import WAIT_S, Children
 
 
 @pytest.fixture
@@ -85,6 +88,21 @@ def test_a_leased_edition_is_never_evicted(keeper: Keeper) -> None:
             client.evict(edition)
 
 
+@pytest.mark.parametrize("step", ["claim", "begin"])
+def test_a_keeper_does_not_stop_while_weights_are_being_loaded(keeper: Keeper, step: str) -> None:
+    with keeper.client("loader") as loader, keeper.client() as client:
+        if step == "claim":
+            assert loader.claim(key(), wait_s=0).outcome == "claimed"
+        else:
+            begin(loader, key())
+        with pytest.raises(LeasesStand, match=r"being loaded by \d+ \(loader\)") as caught:
+            client.stop()
+        assert [holder["label"] for holder in caught.value.fields["holders"]] == ["loader"]
+        loader.unclaim()
+        client.stop()
+    assert keeper.minder.wait(WAIT_S) == 0
+
+
 def test_room_names_what_went_and_what_stands_in_the_way(children: Children, runtime_dir: Path) -> None:
     keeper = Keeper(children, runtime_dir, FER_KEEPER_BUDGET_EDITIONS="9")
     with keeper.client("holder") as holder, keeper.client() as client:
@@ -148,6 +166,21 @@ def test_the_keeper_is_small(keeper: Keeper) -> None:
         publish(client, key(), slabs=500)
     assert resident(keeper.pid) < 30e6
     assert resident(keeper.minder.pid) < 30e6
+
+
+def test_a_full_keeper_starts_again(keeper: Keeper) -> None:
+    """The names of all it may hold fit into the one variable that they are passed in."""
+    with keeper.client() as client, slab() as fd:
+        transaction = client.begin(key(), fields=b"", checkpoint=b"", total=DESCRIPTOR_LIMIT * PAGE).transaction
+        room = DESCRIPTOR_LIMIT - len(PAYLOADS)
+        client.add_slabs(transaction, [(SlabInfo("host", PAGE), fd)] * room)
+        with pytest.raises(Refused, match="descriptors"):
+            client.add_slabs(transaction, [(SlabInfo("host", PAGE), fd)])
+        edition = client.commit(transaction, b"manifest", wait_s=WAIT_S).edition
+        before = keeper.kill()
+        wait_until(lambda: keeper.pid != before, "another process is the keeper")
+        [info] = client.status().editions
+        assert (info.edition, info.slabs) == (edition, room)
 
 
 def resident(pid: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ from fer.memory.fd import Fd
 from fer.memory.seal import read_sealed, sealed_bytes
 from fer.weights.client import SlabInfo
 from fer.weights.keeper import offsets
+from fer.weights.keeper.records import PAYLOADS
 from tests.support.keeper import PAGE, Keeper, begin, engine_at, gpu_slab, key, publish, slab, wait_until
-from tests.support.processes import Children
+from tests.support.processes import WAIT_S, Children
 
 
 @pytest.fixture
@@ -130,6 +132,7 @@ def test_annotations_replace_what_was_there(keeper: Keeper, no_fd_leak: None) ->
 def test_a_lost_edition_is_dropped_with_its_group(keeper: Keeper) -> None:
     with keeper.client("reader") as client, keeper.client() as other:
         edition = publish(client, key())
+        other.lease(edition).close()
         other.report_lost(edition, "the driver was reloaded")
         other.report_lost(edition, "the driver was reloaded")
         assert client.find(key()).candidates == []
@@ -140,6 +143,52 @@ def test_a_lost_edition_is_dropped_with_its_group(keeper: Keeper) -> None:
     [lost] = keeper.events("lost")
     assert "the driver was reloaded" in lost
     assert "reader" in lost
+
+
+def test_only_who_has_a_lease_speaks_about_an_edition(keeper: Keeper, no_fd_leak: None) -> None:
+    with keeper.client() as client, keeper.client() as other:
+        edition = publish(client, key(), checkpoint=b"as loaded")
+        before = len(keeper.descriptors())
+        for call in (
+            lambda: other.annotate(edition, checkpoint=b"forged"),
+            lambda: other.annotate(edition, digests=b"forged"),
+            lambda: other.report_lost(edition, "it is mine no more"),
+        ):
+            with pytest.raises(Refused) as caught:
+                call()
+            assert caught.value.fields["code"] == "not_leased"
+        [found] = other.find(key()).candidates
+        assert (found.edition, found.checkpoint, found.digests) == (edition, b"as loaded", False)
+        assert len(keeper.descriptors()) == before
+        other.lease(edition).close()
+        other.annotate(edition, digests=b"compared")
+        other.release(edition)
+        with pytest.raises(Refused):
+            other.annotate(edition, digests=b"forged")
+
+
+def test_an_exporter_takes_its_memory_back_over_any_connection(keeper: Keeper, children: Children) -> None:
+    with keeper.client("exporter") as exporter, keeper.client() as again:
+        transaction = exporter.begin(key(gpu="GPU-1"), fields=b"", checkpoint=b"", total=1 << 30).transaction
+        with sealed_bytes("handle", b"legacy handle") as fd:
+            exporter.add_slabs(transaction, [(SlabInfo("cuda-ipc", 1 << 30), fd)])
+        edition = exporter.commit(transaction, b"manifest", wait_s=1).edition
+        stranger = children.python(_REPORT, str(keeper.directory), edition)
+        assert stranger.communicate(timeout=WAIT_S) == ("not_leased\n", "")
+        again.report_lost(edition, "this process ends")
+        assert again.status().editions == []
+
+
+_REPORT = """
+import sys
+from pathlib import Path
+from fer.errors import Refused
+from fer.weights.client import KeeperClient
+try:
+    KeeperClient.connect(Path(sys.argv[1])).report_lost(sys.argv[2], "a stranger says so")
+except Refused as error:
+    print(error.fields["code"])
+"""
 
 
 def test_memory_that_lives_with_its_exporter_goes_with_it(keeper: Keeper) -> None:
@@ -169,6 +218,27 @@ def test_slabs_stay_within_what_was_announced(keeper: Keeper, size: int) -> None
             with pytest.raises(Refused) as caught:
                 client.add_slabs(transaction, infos)
             assert caught.value.fields["code"] == "too_big"
+
+
+def test_descriptors_of_all_kinds_are_counted(keeper: Keeper) -> None:
+    with keeper.client() as client, slab() as fd:
+        publish(client, key("first"), slabs=10)
+        resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (144, 144))  # half of what lies above 64, less the peers
+        transaction = client.begin(key("second"), fields=b"", checkpoint=b"", total=64 * PAGE).transaction
+        held = 10 + 2 * len(PAYLOADS)
+        room = (144 - 64) // 2 - 1 - held
+        with pytest.raises(Refused, match="descriptors") as caught:
+            client.add_slabs(transaction, [(SlabInfo("host", PAGE), fd)] * (room + 1))
+        assert caught.value.fields["code"] == "too_many_descriptors"
+        client.add_slabs(transaction, [(SlabInfo("host", PAGE), fd)] * room)
+        with pytest.raises(Refused) as caught:
+            client.begin(key("third"), fields=b"", checkpoint=b"", total=PAGE)
+        assert caught.value.fields["code"] == "too_many_descriptors"
+        edition = client.commit(transaction, b"manifest", wait_s=1).edition
+        client.annotate(edition, digests=b"counted from the start")
+        with pytest.raises(Refused) as caught:
+            client.add_slabs(edition, [(SlabInfo("host", PAGE), fd)])
+        assert caught.value.fields["code"] == "unknown_transaction"
 
 
 @pytest.mark.parametrize("kind", ["unsealed", "wrong size", "file", "pipe", "wrong kind"])

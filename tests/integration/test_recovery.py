@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import fer
 from fer.errors import KeeperUnavailable, Miss
 from tests.support import recovery_model
 from tests.support.processes import Children
-from tests.support.recovery import EngineProcess, keeper
+from tests.support.recovery import EngineProcess, keeper, wait_for_digests
 
 
 @pytest.fixture
@@ -24,23 +25,25 @@ def folder(tmp_path: Path) -> Path:
     return recovery_model.make_checkpoint(tmp_path / "model")
 
 
-def start(children: Children, folder: Path, **asked: object) -> EngineProcess:
+def start(children: Children, folder: Path, **asked: Any) -> EngineProcess:
     return EngineProcess(children, folder, **asked)
 
 
 def test_a_killed_engine_comes_back_attached_with_the_same_answer(children: Children, folder: Path) -> None:
     right = recovery_model.expected(folder)
-    first = start(children, folder)
+    first = start(children, folder, fresh=True)
     row = first.result()
     assert row["path"] == "loaded"
     assert row["details"]["published"]
     assert row["answer"] == right
     first.kill()
-    for _ in range(3):
-        again = start(children, folder)
+    for fresh in (True, False, False):
+        again = start(children, folder, fresh=fresh)
         row = again.result()
         assert (row["path"], row["answer"]) == ("attached", right), row
         assert row["details"]["verified"] == "seals and samples"
+        if fresh:
+            assert not row["compiler"], "torch's compiler was imported, which takes longer than all the rest"
         again.kill()
 
 
@@ -97,7 +100,7 @@ def test_other_values_behind_the_same_headers_are_a_miss(children: Children, fol
 def test_a_copy_with_new_file_times_is_a_hit_once_the_bytes_were_compared(children: Children, folder: Path) -> None:
     first = start(children, folder)
     first.result()
-    _wait_for_digests()
+    wait_for_digests()
     for file in folder.iterdir():
         os.utime(file, ns=(1, 1))
     row = start(children, folder).result()
@@ -107,18 +110,10 @@ def test_a_copy_with_new_file_times_is_a_hit_once_the_bytes_were_compared(childr
     assert "unchanged" in again["why"]
 
 
-def _wait_for_digests() -> None:
-    with keeper() as client:
-        while True:
-            (info,) = client.status().editions
-            if info.digests:
-                return
-
-
 def test_a_flipped_bit_with_its_old_file_time_is_a_miss(children: Children, folder: Path) -> None:
     first = start(children, folder)
     first.result()
-    _wait_for_digests()
+    wait_for_digests()
     shard = folder / "model-00001-of-00002.safetensors"
     times = shard.stat()
     data = bytearray(shard.read_bytes())
@@ -154,7 +149,7 @@ def test_settings_without_effect_on_weights_are_no_difference(children: Children
     start(children, folder).result()
     row = start(children, folder, options={"log": "debug", "wait_s": 5, "verify": "full"}).result()
     assert row["path"] == "attached"
-    assert row["details"]["verified"] == "every byte"
+    assert row["details"]["verified"].startswith("every byte")
 
 
 def test_on_miss_fail_raises_and_loads_nothing(children: Children, folder: Path) -> None:

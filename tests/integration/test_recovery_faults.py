@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fer.weights.keeper.start import start_keeper
 from tests.support import recovery_model
-from tests.support.processes import Children
-from tests.support.recovery import EngineProcess, keeper, keeper_descriptors
+from tests.support.keeper import wait_until
+from tests.support.processes import WAIT_S, Children, kill_and_wait, with_variable
+from tests.support.recovery import EngineProcess, keeper, keeper_descriptors, wait_for_digests
 
 PUBLISH = ["find", "claim", "load", "prepare", "begin", "create", "move", "seal", "add_slabs", "commit"]
 ATTACH = ["find", "lease", "map-one", "map", "check", "bind"]
@@ -19,14 +23,8 @@ def folder(tmp_path: Path) -> Path:
     return recovery_model.make_checkpoint(tmp_path / "model")
 
 
-def start(children: Children, folder: Path, **asked: object) -> EngineProcess:
+def start(children: Children, folder: Path, **asked: Any) -> EngineProcess:
     return EngineProcess(children, folder, **asked)
-
-
-def start_keeper() -> None:
-    from fer.weights.keeper.start import start_keeper as begin
-
-    begin(None)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -173,8 +171,6 @@ def test_where_only_leased_editions_are_left_the_error_says_who_and_how_much(chi
 def test_the_keeper_and_its_parent_die_and_the_engine_goes_on(
     children: Children, folder: Path, runtime_dir: Path
 ) -> None:
-    from tests.support.processes import kill_and_wait, with_variable
-
     first = start(children, folder)
     right = first.result()["answer"]
     for pid in with_variable("FER_RUNTIME_DIR", str(runtime_dir)):
@@ -189,9 +185,98 @@ def test_the_keeper_and_its_parent_die_and_the_engine_goes_on(
 
 def test_many_starts_and_kills_leave_everything_flat(children: Children, folder: Path, runtime_dir: Path) -> None:
     start(children, folder).result()
+    wait_for_digests()
     before = keeper_descriptors()
     for _ in range(5):
         engine = start(children, folder)
         assert engine.result()["path"] == "attached"
         engine.kill()
     assert keeper_descriptors() == before
+
+
+def test_an_engine_ends_though_its_checkpoint_is_still_being_hashed(children: Children, folder: Path) -> None:
+    engine = children.fork("tests.support.digests_child", str(folder / "model-00001-of-00002.safetensors"))
+    assert engine.communicate(WAIT_S) == ("ends\n", "")
+    assert engine.returncode == 0
+
+
+def test_an_edition_of_another_structure_stays_for_those_who_use_it(children: Children, folder: Path) -> None:
+    holder = start(children, folder)
+    right = holder.result()["answer"]
+    odd = {"at": "bind", "when": "after", "do": "structure"}
+    row = start(children, folder, fault=odd).result()
+    assert row["fired"]
+    assert (row["path"], row["answer"]) == ("loaded", right)
+    assert "fer evict" in row["why"]
+    with keeper() as client:
+        held = {held.pid for info in client.status().editions for held in info.holders}
+        assert holder.process.pid in held
+    assert start(children, folder).result()["path"] == "attached"
+
+
+def test_an_unused_edition_that_cannot_be_attached_makes_way_for_the_new_one(children: Children, folder: Path) -> None:
+    first = start(children, folder)
+    old = first.result()["details"]["edition"]
+    first.kill()
+    row = start(children, folder, fault={"at": "bind", "when": "after", "do": "structure"}).result()
+    assert row["path"] == "loaded"
+    assert row["details"]["published"], row
+    assert row["details"]["edition"] != old
+    assert start(children, folder).result()["details"]["edition"] == row["details"]["edition"]
+
+
+@pytest.mark.parametrize("step", ["find", "claim", "load", "begin", "add_slabs", "commit"])
+def test_a_keeper_stopped_for_good_leaves_an_engine_that_loads(children: Children, folder: Path, step: str) -> None:
+    start_keeper()
+    engine = start(children, folder, fault={"at": step, "when": "before", "do": "stop-keeper"})
+    row = engine.result()
+    assert row["fired"]
+    assert row["path"] == "loaded", row
+    assert not row["details"]["published"]
+    assert row["answer"] == recovery_model.expected(folder)
+    assert engine.ask("answer")["answer"] == row["answer"]
+
+
+@pytest.mark.parametrize("step", ["lease", "map", "bind"])
+def test_a_keeper_stopped_while_an_engine_attaches_fails_no_start(children: Children, folder: Path, step: str) -> None:
+    first = start(children, folder)
+    right = first.result()["answer"]
+    row = start(children, folder, fault={"at": step, "when": "before", "do": "stop-keeper"}).result()
+    assert row["fired"]
+    assert row["answer"] == right
+    assert first.ask("answer")["answer"] == right
+
+
+def test_a_waiter_whose_keeper_is_stopped_loads_for_itself(children: Children, folder: Path) -> None:
+    loader = start(children, folder, fault={"at": "load", "when": "before", "do": "hang"})
+    assert loader.row() == {"fired": "load"}
+    waiter = start(children, folder)
+    with keeper() as client:
+        wait_until(lambda: bool(client.status().waiting), "the second engine waits")
+        client.stop(force=True)
+    row = waiter.result()
+    assert (row["path"], row["answer"]) == ("loaded", recovery_model.expected(folder))
+
+
+def test_no_room_for_private_copies_leaves_mutable_tensors_writable(children: Children, folder: Path) -> None:
+    fault = {"at": "copies", "when": "before", "do": "no-room"}
+    engine = start(children, folder, fault=fault, engine={"mutable": ["embed.weight"]})
+    row = engine.result()
+    assert row["fired"]
+    assert not row["details"]["published"]
+    assert engine.ask("write")["wrote"]
+
+
+def test_full_verification_compares_the_tensors_digests(children: Children, folder: Path) -> None:
+    first = start(children, folder)
+    edition = first.result()["details"]["edition"]
+    wait_for_digests()
+    with keeper() as client, client.lease(edition) as leased:
+        assert leased.digests is not None
+        digests = dict.fromkeys(json.loads(leased.digests), "0" * 64)
+        client.annotate(edition, digests=json.dumps(digests).encode())
+    assert start(children, folder).result()["path"] == "attached"
+    row = start(children, folder, options={"verify": "full"}).result()
+    assert row["path"] == "loaded"
+    assert "its sha256 differs" in row["why"]
+    assert row["answer"] == recovery_model.expected(folder)

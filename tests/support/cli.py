@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-import select
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support import zygote
+from tests.support.keeper import read_line
 from tests.support.processes import Children
 
 LIMIT_S = 100.0
 """Seconds; importing torch and Transformers takes most of it on a busy machine of two cores."""
+
+
+FORKED = ("load", "explain", "verify", "doctor")
+"""Commands that import torch, most of them Transformers too."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +36,23 @@ class Done:
         return dict(json.loads(self.out))
 
 
-def fer(*arguments: str | Path, limit_s: float = LIMIT_S, **environment: str) -> Done:
-    """Run ``fer`` with these arguments to its end."""
-    import os
+def fer(*arguments: str | Path, limit_s: float = LIMIT_S, fresh: bool = False, **environment: str) -> Done:
+    """Run ``fer`` with these arguments to its end.
 
+    Args:
+        fresh: start an interpreter for a command that otherwise is forked from a process with torch imported.
+    """
+    command, env = [str(argument) for argument in arguments], {**os.environ, **environment}
+    if command[0] in FORKED and not fresh:
+        child = zygote.shared.fork("fer", *command, env=env, preload=zygote.WITH_TRANSFORMERS)
+        try:
+            out, err = child.communicate(limit_s)
+        finally:
+            child.kill()
+        return Done(child.wait(limit_s), out, err)
     done = subprocess.run(
-        [sys.executable, "-m", "fer", *map(str, arguments)],
-        env={**os.environ, **environment},
+        [sys.executable, "-m", "fer", *command],
+        env=env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -48,9 +64,5 @@ def fer(*arguments: str | Path, limit_s: float = LIMIT_S, **environment: str) ->
 def start_keeper(children: Children) -> subprocess.Popen[str]:
     """``fer keeper run`` in a process; returns once it listens."""
     keeper = children.spawn([sys.executable, "-m", "fer", "keeper", "run"], stderr=subprocess.STDOUT)
-    assert keeper.stdout is not None
-    ready, _, _ = select.select([keeper.stdout], [], [], LIMIT_S)
-    assert ready, "the keeper said nothing"
-    line = keeper.stdout.readline()
-    assert line, "the keeper ended at once"
+    assert read_line(keeper.stdout, LIMIT_S), "the keeper ended at once"
     return keeper

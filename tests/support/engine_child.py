@@ -19,10 +19,12 @@ from typing import Any
 import fer
 from fer.engines.base import Ranks
 from fer.engines.module import ModuleEngine
-from fer.errors import FerError, OutOfMemory, SlabLost
+from fer.errors import FerError, OutOfMemory, SlabLost, StructureDiffers
+from fer.memory import host
+from fer.memory import open as opening
 from fer.memory.base import Room
 from fer.memory.host import HostBackend
-from fer.weights import attach, publish, stage
+from fer.weights import attach, lookup, publish, stage
 from fer.weights.client import KeeperClient
 from tests.support import recovery_model
 
@@ -39,6 +41,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "prepare": (publish, "prepare"),
     "move": (publish, "move"),
     "seal": (publish, "seal"),
+    "copies": (publish, "private_copies"),
     "map": (attach, "map_slabs"),
     "check": (attach.Check, "finish"),
     "bind": (attach, "bind"),
@@ -65,11 +68,34 @@ DEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "kill-self": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "kill-keeper": lambda fault: kill_keeper(),
     "slab-lost": lambda fault: _raise(SlabLost("a kept descriptor does not import", why="injected")),
+    "structure": lambda fault: _raise(StructureDiffers("the attached module is another", why="injected")),
+    "stop-keeper": lambda fault: _stop_keeper(),
     "no-room": lambda fault: _raise(OutOfMemory("injected: no room", needed=2, free=1)),
     "hang": lambda fault: time.sleep(600),
+    "fill-gpu": lambda fault: _fill_gpu(),
     "append": lambda fault: _append(fault["file"]),
     "bug": lambda fault: 1 / 0 and None,  # type: ignore[func-returns-value]
 }
+
+
+def _stop_keeper() -> None:
+    with KeeperClient.connect() as client:
+        client.stop(force=True)
+
+
+_filling: list[Any] = []
+
+
+def _fill_gpu() -> None:
+    """Take the rest of the GPU's memory, as another process might."""
+    import torch
+
+    size = torch.cuda.mem_get_info()[0]
+    while size >= 1 << 20:
+        try:
+            _filling.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
 
 
 def _append(file: str) -> None:
@@ -106,7 +132,6 @@ class Fault:
 
 def small_room(free: int) -> None:
     """Give host memory ``free`` bytes for slabs, less what kept slabs hold: a small device."""
-    original = HostBackend.__init__
 
     def room() -> Room:
         try:
@@ -116,20 +141,17 @@ def small_room(free: int) -> None:
             used = 0
         return Room(free=max(0, free - used), total=free)
 
-    from fer.memory import open as opening
-
     opening._host = HostBackend(room)
-    assert original is HostBackend.__init__
+    host.spare = lambda total: 0  # what otherwise stays free for everything else is more than these models
 
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
+    os.environ.update(asked.get("environ", {}))
     fault = Fault(asked["fault"]) if asked.get("fault") else None
     if asked.get("room"):
         small_room(asked["room"])
     if asked.get("environment"):
-        from fer.weights import lookup
-
         plain = lookup.environment
         lookup.environment = lambda device: {**plain(device), **asked["environment"]}  # type: ignore[assignment]
     engine = recovery_model.engine(Path(asked["folder"]), **asked.get("engine", {}))
@@ -140,7 +162,7 @@ def main() -> None:
         report = fer.recover(engine, **asked.get("options", {}))
         told = report.stages["weights"]
         row |= {"path": told.path, "why": told.why, "details": told.details}
-        row |= {"answer": recovery_model.answer(engine.module), "the_26s": report.the_26s, "total": report.total_s}
+        row |= {"answer": recovery_model.answer(engine.module), "compiler": "torch._dynamo" in sys.modules}
     except FerError as error:
         row["error"] = error.to_dict()
     if fault is not None:

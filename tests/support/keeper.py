@@ -71,8 +71,9 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = WAIT_S
         time.sleep(0.01)
 
 
-def read_line(stream: IO[str], timeout: float = WAIT_S) -> str:
+def read_line(stream: IO[str] | None, timeout: float = WAIT_S) -> str:
     """The next line of a child's pipe, which must come in time; empty at its end."""
+    assert stream is not None
     deadline = time.monotonic() + timeout
     line = b""
     # Byte by byte from the descriptor: the stream's own buffer would take lines that select() then does not see.

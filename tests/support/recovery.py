@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from fer.weights.client import KeeperClient
 from tests.support.descriptors import Open, open_descriptors
+from tests.support.keeper import read_line, wait_until
 from tests.support.processes import Children
 from tests.support.zygote import Forked
 
@@ -37,17 +36,11 @@ class EngineProcess:
 
     def row(self) -> dict[str, Any]:
         """The next JSON line; everything else the child wrote is kept in :attr:`log`."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            line = self.process.stdout.readline() if ready else ""
-            if not line:
-                break
+        while line := read_line(self.process.stdout, WAIT_S):
             if line.startswith("{"):
                 return dict(json.loads(line))
             self.log.append(line)
-        raise AssertionError("the engine said nothing more:\n" + "".join(self.log[-40:]))
+        raise AssertionError("the engine said nothing more:\n" + "\n".join(self.log[-40:]))
 
     def result(self) -> dict[str, Any]:
         """The row of the recovery, past the rows of faults that fired."""
@@ -76,6 +69,17 @@ class EngineProcess:
 def keeper() -> KeeperClient:
     """A connection to the test's keeper."""
     return KeeperClient.connect(label="test")
+
+
+def wait_for_digests() -> None:
+    """Wait until the only edition has its digests, of the checkpoint and of the tensors."""
+
+    def are_there() -> bool:
+        (info,) = client.status().editions
+        return info.digests
+
+    with keeper() as client:
+        wait_until(are_there, "digests", WAIT_S)
 
 
 def keeper_descriptors() -> list[str]:

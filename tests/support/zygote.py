@@ -9,6 +9,7 @@ It ends with the process that started it, and its children end with it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -37,6 +38,15 @@ PRELOADED = (
     "fer.engines.conformance_snapshot",
     "tests.support.recovery_model",
 )
+WITH_TRANSFORMERS = (
+    "tests.support.engine_models",
+    "tests.support.engine_cases",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.integrations.finegrained_fp8",
+)
 _LIMIT = 1 << 17
 _PR_SET_PDEATHSIG = 1
 
@@ -56,14 +66,14 @@ class Forked:
         """The exit status, negative for a signal; None while it runs."""
         return self._read_status(0.0)
 
-    def wait(self, timeout: float) -> int:
-        """Wait for the end.
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; without a limit only where a limit was kept before.
 
         Raises:
             subprocess.TimeoutExpired: it still runs.
         """
         if self._read_status(timeout) is None:
-            raise subprocess.TimeoutExpired(f"forked child {self.pid}", timeout)
+            raise subprocess.TimeoutExpired(f"forked child {self.pid}", timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
 
@@ -100,13 +110,16 @@ class Forked:
                     ended += 1
         self.wait(max(0.0, deadline - time.monotonic()))
         out, err = (b"" if pipe is None else texts[pipe.fileno()] for pipe in (self.stdout, self.stderr))
+        for pipe in (self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
         return out.decode(), err.decode()
 
-    def _read_status(self, timeout: float) -> int | None:
+    def _read_status(self, timeout: float | None) -> int | None:
         if self.returncode is None:
             poll = select.poll()  # not select(): a test may have filled the low numbers
             poll.register(self._status, select.POLLIN)
-            if poll.poll(timeout * 1000):
+            if poll.poll(None if timeout is None else timeout * 1000):
                 text = os.read(self._status, 32)
                 assert text, f"the zygote died, and with it child {self.pid}"
                 self.returncode = int(text)
@@ -304,6 +317,7 @@ def _become(streams: list[int], environment: Mapping[str, str], parent: int) -> 
         os.close(stream)
     os.environ.clear()
     os.environ.update(environment)
+    atexit.register(gc.unfreeze)  # some libraries complain of what is never collected
 
 
 def _freeze() -> None:

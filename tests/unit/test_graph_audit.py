@@ -101,7 +101,8 @@ def test_random_numbers_are_refused_by_name() -> None:
     ("kind", "what"),
     [
         (3, "host function node"), (6, "event wait node"), (7, "event record node"), (10, "memory allocation node"),
-        (11, "memory free node"), (13, "conditional node"), (8, "external semaphore signal node"), (99, "unknown (99) node"),
+        (11, "memory free node"), (13, "conditional node"), (8, "external semaphore signal node"),
+        (99, "unknown (99) node"),
     ],
 )  # fmt: skip
 def test_nodes_of_other_kinds_are_refused_by_name(kind: int, what: str) -> None:

@@ -20,6 +20,7 @@ from fer.memory.host import HostBackend, HostMapping, spare
 from fer.memory.host_room import host_room
 from fer.memory.open import open_backend
 from fer.memory.torch_private import tensor_over
+from tests.support.keeper import read_line
 from tests.support.processes import WAIT_S, Children
 
 GIB = 1 << 30
@@ -154,7 +155,7 @@ def test_a_shared_mapping_elsewhere_refuses_the_seals_and_harms_nothing(children
     tensor = _bytes(backend, mapping)
     fd = mapping.export()
     child = children.python(_SHARER, str(fd.fileno()), pass_fds=[fd.fileno()], stdin=-1)
-    assert child.stdout is not None and child.stdout.readline() == "mapped\n"
+    assert read_line(child.stdout) == "mapped"
     with pytest.raises(MappingError, match="mapped shared somewhere"):
         mapping.protect()
     tensor.fill_(9)  # still writable, and still the slab itself

@@ -13,12 +13,16 @@ from fer.errors import FerBug, LeasesStand, Refused
 from fer.memory.base import HOST
 from fer.weights.keeper import journal as journals
 from fer.weights.keeper import offsets
+from fer.weights.keeper.boot import JOURNAL, LISTENER, LOCK
 from fer.weights.keeper.budget import Budget
+from fer.weights.keeper.desk import DESCRIPTOR_LIMIT
 from fer.weights.keeper.editions import EVENTS, Store
 from fer.weights.keeper.groups import Groups
 from fer.weights.keeper.journal import Journal
-from fer.weights.keeper.records import Peer, State
-from fer.weights.wire import Key, SlabInfo
+from fer.weights.keeper.records import Peer, State, new_id, slab_name
+from fer.weights.keeper.server import CONNECTIONS
+from fer.weights.keeper.start import UNIT_PROPERTIES
+from fer.weights.wire import SLABS_A_FRAME, Key, SlabInfo
 
 # --- journal ---
 
@@ -104,6 +108,21 @@ def test_a_full_range_is_refused_with_what_lies_in_it() -> None:
         groups.begin(peer, Key("h", "r", "GPU-1", "l"), checkpoint=b"", total=1)
     assert caught.value.fields["code"] == "no_range"
     assert groups.begin(peer, Key("h", "r", "GPU-2", "l"), checkpoint=b"", total=1).offset == 0
+
+
+# --- descriptors ---
+
+
+def test_names_of_all_that_may_be_held_fit_one_variable_and_the_fd_store() -> None:
+    """Each argument and variable that execve takes ends at 128 KiB; a restart passes every name in one."""
+    slabs = [slab_name(new_id("e"), number) for number in range(DESCRIPTOR_LIMIT)]
+    held = ["notify", "minder", LISTENER, JOURNAL, LOCK, *slabs, *(new_id("c") for _ in range(CONNECTIONS))]
+    # What a request brought before the keeper was killed in it comes on top.
+    held += [slab_name(new_id("e"), 9999) for _ in range(SLABS_A_FRAME)]
+    assert len(new_id("p")) <= len(slabs[0])
+    assert len("LISTEN_FDNAMES=" + ":".join(held)) < 128 * 1024
+    assert "FileDescriptorStoreMax=8192" in UNIT_PROPERTIES
+    assert len(held) < 8192
 
 
 # --- editions and budget ---

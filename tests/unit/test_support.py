@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.support.descriptors import leaked, open_descriptors
+from tests.support.keeper import read_line
 from tests.support.processes import WAIT_S, Children, kill_all_with, with_variable
 
 
@@ -39,8 +40,7 @@ def test_a_detached_process_is_found_by_its_environment(children: Children, runt
         sys.stdin.read()
     """
     child = children.spawn([sys.executable, "-c", code], stdin=-1)
-    assert child.stdout is not None
-    pid = int(child.stdout.readline())
+    pid = int(read_line(child.stdout))
     child.wait(WAIT_S)
     assert pid in set(with_variable("FER_RUNTIME_DIR", str(runtime_dir)))
     assert pid in kill_all_with("FER_RUNTIME_DIR", str(runtime_dir))
@@ -50,7 +50,6 @@ def test_a_detached_process_is_found_by_its_environment(children: Children, runt
 def test_children_are_killed_at_the_end() -> None:
     started = Children()
     child = started.python("import sys; print('up', flush=True); sys.stdin.read()", stdin=-1)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "up\n"
+    assert read_line(child.stdout) == "up"
     started.end()
     assert child.returncode == -9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -35,6 +36,10 @@ def test_the_name_exists(name: torch_private.PrivateName) -> None:
         pytest.skip(f"a CPU build of torch has no {name.path}")
     assert torch_private.lookup(name.path) is not None
     assert name.purpose
+    release = torch.__version__.partition("+")[0]
+    if release not in name.seen:
+        text = f"torch {release} is not among those that torch.{name.path} was seen in: run scripts/torch-contract"
+        warnings.warn(text, stacklevel=1)
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a CPU build of torch has no CUDA allocators")

@@ -43,14 +43,20 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _start(given: argparse.Namespace) -> int:
-    if given.runtime_dir is None:
-        from fer.weights.keeper.sockets import default_dir
+    from fer.errors import FerError
+    from fer.options import Options
+    from fer.weights.keeper.process import settings_file
+    from fer.weights.keeper.sockets import default_dir
 
-        given.runtime_dir = default_dir()
-    directory: Path = given.runtime_dir.expanduser().absolute()
+    try:
+        chosen = Options.load(runtime_dir=given.runtime_dir).runtime_dir
+    except FerError as error:
+        print(error, file=sys.stderr)
+        return 2
+    os.environ.update(settings_file())  # for its table [keeper], which is read after a detached keeper left this folder
+    directory = (chosen or default_dir()).expanduser().absolute()
     if given.detach:
         from fer import paths
-        from fer.errors import FerError
         from fer.weights.keeper.process import detach
 
         try:

@@ -8,6 +8,7 @@ waiting request is tried again after every change, and a last time, with ``late`
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,8 +27,12 @@ from fer.weights.keeper.shelf import Shelf
 
 NEAR_LIMIT = 16
 """Near misses told to a client."""
-SLAB_LIMIT = 4000
-"""Descriptors of slabs the keeper holds in all: the fd store of its unit has room for 8192 of all kinds."""
+DESCRIPTOR_LIMIT = 6000
+"""Descriptors of editions and transactions, slabs and payloads: with as many connections as the keeper serves they
+stay within its unit's fd store (8192), and their names within one variable of the next keeper's environment, which
+the kernel cuts at 128 KiB: a longer one would let no keeper start again."""
+_OWN_FILES = 64
+"""Descriptors left to the keeper itself."""
 
 
 @dataclass
@@ -115,15 +120,20 @@ class Desk:
         return Answer(reply, out + self._slabs(edition, 0))
 
     def slabs(self, peer: Peer, request: wire.GetSlabs, fds: list[Fd], late: bool) -> Answer | Later:
-        edition = self.store.get(request.edition)
-        if peer.id not in edition.leases:
-            raise Refused(f"edition {edition.id} is not leased by this connection", code="not_leased")
+        edition = self._leased(peer, request.edition)
         return Answer(wire.Slabs(request.seq), self._slabs(edition, request.first))
 
     def release(self, peer: Peer, request: wire.Release, fds: list[Fd], late: bool) -> Answer | Later:
         if request.edition in self.store.state.editions:
             self.store.release(peer, self.store.get(request.edition))
         return Answer(wire.Done(request.seq))
+
+    def _leased(self, peer: Peer, name: str) -> Edition:
+        """An edition that this connection has leased. Raises Refused (``not_leased``, ``unknown_edition``)."""
+        edition = self.store.get(name)
+        if peer.id not in edition.leases:
+            raise Refused(f"edition {name} is not leased by this connection", fix="Lease it first.", code="not_leased")
+        return edition
 
     def _slabs(self, edition: Edition, first: int) -> list[Fd]:
         last = min(first + wire.SLABS_A_FRAME, len(edition.slabs))
@@ -137,6 +147,7 @@ class Desk:
     def begin(self, peer: Peer, request: wire.Begin, fds: list[Fd], late: bool) -> Answer | Later:
         slabs.checked_payload("fields", fds[0])
         checkpoint = slabs.checksum(slabs.checked_payload("checkpoint", fds[1]))
+        self._refuse_overfull(len(PAYLOADS))
         transaction = self.groups.begin(peer, request.key, checkpoint=checkpoint, total=request.total)
         self._keep(transaction, "fields", fds.pop(0))
         self._keep(transaction, "checkpoint", fds.pop(0))
@@ -149,21 +160,32 @@ class Desk:
         size = sum(info.size for info in [*transaction.slabs, *request.slabs] if info.kind == "cuda")
         if transaction.key.gpu != HOST and size > offsets.rounded(transaction.total):
             raise Refused(f"{size} bytes of slabs", why=f"{transaction.total} were announced", code="too_big")
-        state = self.store.state
-        held = sum(len(e.slabs) for e in state.editions.values()) + sum(
-            len(t.slabs) for t in state.transactions.values()
-        )
-        if transaction.committed or held + len(fds) > SLAB_LIMIT:
-            raise Refused(
-                f"{len(fds)} more slabs",
-                why=f"the keeper holds {held} and takes {SLAB_LIMIT}",
-                fix="Use bigger slabs (slab_bytes), or evict editions.",
-                code="too_many_slabs",
-            )
+        if transaction.committed:
+            raise Refused(f"transaction {transaction.id} takes no slabs", why="it is committed", code="committed")
+        self._refuse_overfull(len(fds))
         for info in request.slabs:
             self.shelf.put(slab_name(transaction.id, len(transaction.slabs)), fds.pop(0))
             transaction.slabs.append(info)
         return Answer(wire.Done(request.seq))
+
+    def _refuse_overfull(self, more: int) -> None:
+        """Raise Refused (``too_many_descriptors``) where ``more`` descriptors would be too many.
+
+        Every edition counts with all payloads it may ever have, so that nothing that follows its begin is refused.
+        """
+        state = self.store.state
+        kept = [e.slabs for e in state.editions.values()] + [t.slabs for t in state.transactions.values()]
+        held = sum(len(PAYLOADS) + len(infos) for infos in kept)
+        # A keeper that is started again needs twice the numbers for a moment: it gets them and puts them in order.
+        files = (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_FILES) // 2 - len(state.peers)
+        limit = min(DESCRIPTOR_LIMIT, files)
+        if held + more > limit:
+            raise Refused(
+                f"{more} more descriptors",
+                why=f"the keeper holds {held} and takes {limit}",
+                fix="Use bigger slabs (slab_bytes), evict editions, or raise the keeper's limit of open files.",
+                code="too_many_descriptors",
+            )
 
     def commit(self, peer: Peer, request: wire.Commit, fds: list[Fd], late: bool) -> Answer | Later:
         published = self.store.state.editions.get(request.transaction)
@@ -196,7 +218,7 @@ class Desk:
     # --- an edition's further life ---
 
     def annotate(self, peer: Peer, request: wire.Annotate, fds: list[Fd], late: bool) -> Answer | Later:
-        edition = self.store.get(request.edition)
+        edition = self._leased(peer, request.edition)
         contents = [slabs.checked_payload(name, fd) for name, fd in zip(request.names, fds, strict=True)]
         for name, content in zip(request.names, contents, strict=True):
             if name in edition.payloads:
@@ -209,6 +231,8 @@ class Desk:
     def report_lost(self, peer: Peer, request: wire.ReportLost, fds: list[Fd], late: bool) -> Answer | Later:
         if request.edition in self.store.state.editions:
             edition = self.store.get(request.edition)
+            if not self.store.exports(peer, edition):
+                edition = self._leased(peer, request.edition)
             why = f"rank {edition.key.rank} says: {request.why}"
             self.store.drop(self.store.batch(edition.batch), "lost", why)
         return Answer(wire.Done(request.seq))
@@ -241,10 +265,15 @@ class Desk:
         return Answer(wire.Done(request.seq))
 
     def stop(self, peer: Peer, request: wire.Stop, fds: list[Fd], late: bool) -> Answer | Later:
-        others = {p for e in self.store.state.editions.values() for p in e.leases if p != peer.id}
+        state = self.store.state
+        using = {p for e in state.editions.values() for p in e.leases}
+        loading = {c.peer for c in state.claims} | {t.peer for t in state.transactions.values()}
+        others = (using | loading) - {peer.id}
         if others and not request.force:
             raise leases_stand(
-                "the keeper does not stop while leases stand", [self.store.holder(p) for p in sorted(others)]
+                "the keeper does not stop while engines use or load weights",
+                [self.store.holder(p) for p in sorted(using - {peer.id})],
+                [self.store.holder(p) for p in sorted(loading - {peer.id})],
             )
         return Answer(wire.Done(request.seq), stop=True)
 

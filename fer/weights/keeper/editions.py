@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fer.errors import LeasesStand, Refused
 from fer.weights.keeper.records import Edition, Peer, State
@@ -75,6 +75,11 @@ class Store:
         """Who a peer is, for people."""
         found = self.state.peers.get(peer)
         return Holder(pid=found.pid, label=found.label) if found else Holder(pid=0, label="gone")
+
+    def exports(self, peer: Peer, edition: Edition) -> bool:
+        """Whether a peer is the process whose life the edition's memory depends on, by whichever connection."""
+        exporter = self.state.peers.get(edition.exporter)
+        return exporter is not None and (exporter.pid, exporter.uid) == (peer.pid, peer.uid)
 
     def batch(self, name: str) -> list[Edition]:
         """The editions that were published together."""
@@ -174,12 +179,17 @@ def leased(batch: Iterable[Edition]) -> bool:
     return any(edition.leases for edition in batch)
 
 
-def leases_stand(what: str, holders: list[Holder]) -> LeasesStand:
-    """The refusal that names who uses it."""
-    names = [f"{holder.pid} ({holder.label})" if holder.label else str(holder.pid) for holder in holders]
+def leases_stand(what: str, holders: list[Holder], loaders: Sequence[Holder] = ()) -> LeasesStand:
+    """The refusal that names who uses it, and who is about to."""
+    parts = {"used by": holders, "being loaded by": loaders}
+    everyone = {holder.pid: holder for holder in [*holders, *loaders]}.values()
     return LeasesStand(
         what,
-        why=f"used by {', '.join(names)}",
+        why="; ".join(f"{how} {', '.join(map(_named, who))}" for how, who in parts.items() if who),
         fix="Stop those processes first, or force it: they keep what they have mapped.",
-        holders=[{"pid": holder.pid, "label": holder.label} for holder in holders],
+        holders=[{"pid": holder.pid, "label": holder.label} for holder in everyone],
     )
+
+
+def _named(holder: Holder) -> str:
+    return f"{holder.pid} ({holder.label})" if holder.label else str(holder.pid)

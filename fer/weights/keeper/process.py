@@ -33,9 +33,26 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *parts])}
 
 
+def settings_file() -> dict[str, str]:
+    """``FER_CONFIG`` for our own processes: they run in other folders and have to read this process's ``fer.toml``."""
+    from fer.options import config_path
+
+    found = config_path(os.environ)
+    return {} if found is None else {"FER_CONFIG": str(found.absolute())}
+
+
 def detach(log: Path) -> bool:
-    """Leave the terminal, the session and the parent; output goes to ``log``. True in the process that goes on."""
+    """Leave the terminal, the session and the parent; output goes to ``log``. True in the process that goes on.
+
+    Raises:
+        OSError: the log cannot be written; nothing was started.
+    """
+    if log.is_file() and log.stat().st_size > LOG_LIMIT:
+        log.replace(log.with_suffix(".log.old"))
+    # Before anything is started: whoever asked for a keeper need not wait for one that could not even complain.
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     if os.fork():
+        os.close(out)
         return False
     os.setsid()
     if os.fork():  # not a session leader, so no terminal can become ours
@@ -43,9 +60,6 @@ def detach(log: Path) -> bool:
     os.chdir("/")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    if log.is_file() and log.stat().st_size > LOG_LIMIT:
-        log.replace(log.with_suffix(".log.old"))
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)

@@ -17,7 +17,7 @@ from fer import paths
 from fer.errors import KeeperUnavailable
 from fer.memory import fdpass
 from fer.weights.keeper import sockets
-from fer.weights.keeper.process import apart, environment
+from fer.weights.keeper.process import apart, environment, settings_file
 
 UNIT_PROPERTIES = (
     "Type=notify",
@@ -64,7 +64,15 @@ def start_keeper(runtime_dir: Path | None = None, *, unit: bool = True, timeout:
         PeerRefused: the directory is not this user's own.
     """
     directory = (runtime_dir or sockets.default_dir()).expanduser().absolute()
-    paths.ensure_private(directory)
+    try:
+        paths.ensure_private(directory)
+    except OSError as error:
+        raise KeeperUnavailable(
+            f"no keeper can be started in {directory}",
+            why=error.strerror or str(error),
+            fix="Set FER_RUNTIME_DIR to a directory that can be written.",
+            looked_in=[str(directory)],
+        ) from error
     if listens(directory):
         return _started("running", directory)
     deadline = time.monotonic() + timeout
@@ -100,6 +108,7 @@ def _run_unit(directory: Path) -> bool:
         return False
     name = "fer-keeper-" + hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]
     ours = {k: v for k, v in environment().items() if k.startswith(("FER_", "_FER_", "XDG_")) or k == "PYTHONPATH"}
+    ours |= settings_file()
     command = [program, "--user", "--collect", "--quiet", f"--unit={name}"]
     command += [f"--property={line}" for line in UNIT_PROPERTIES]
     command += [f"--setenv={key}={value}" for key, value in ours.items()]
@@ -138,7 +147,7 @@ def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]
 
 def _started(how: Literal["running", "systemd-run", "detached"], directory: Path) -> Started:
     pid = keeper_pid(directory)
-    return Started(how=how, pid=pid, runtime_dir=directory, shares_cgroup=_cgroup("self") == _cgroup(str(pid)))
+    return Started(how=how, pid=pid, runtime_dir=directory, shares_cgroup=shares_cgroup(pid))
 
 
 def keeper_pid(directory: Path) -> int:
@@ -147,6 +156,11 @@ def keeper_pid(directory: Path) -> int:
         return int((directory / sockets.LOCK).read_text("ascii"))
     except (OSError, ValueError):
         return 0
+
+
+def shares_cgroup(pid: int) -> bool:
+    """Whether a process is in this one's cgroup: what ends the one, a unit or a container, ends the other."""
+    return _cgroup("self") == _cgroup(str(pid))
 
 
 def _cgroup(pid: str) -> str:
