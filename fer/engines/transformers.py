@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from fer.weights import quantization as guard
 from fer.weights.shards import resolve
 
 _CONFIGURATIONS = ("config", "generation_config")
+if TYPE_CHECKING:
+    from fer.engines.decode import TransformersGraphs
+
 _PACKAGES = ("transformers", "torch", "accelerate", "tokenizers", "safetensors", "kernels")
 """Distributions that take part in loading, where installed."""
 
@@ -48,6 +51,8 @@ class TransformersEngine(Engine):
             holds them), ``"scaled_mm"`` (torch's block-scaled matmul, Hopper), ``"dequantize"`` (plain torch), or
             ``"auto"`` for the first of these that works here.
         trust_remote_code: let the folder's own Python files run.
+        batch_sizes: decode this many rows at a time from CUDA graphs, sizes with most traffic first; empty decodes
+            without graphs. Of models whose layers all attend to everything.
 
     Attributes:
         module: the model in use, after :meth:`adopt`.
@@ -73,6 +78,7 @@ class TransformersEngine(Engine):
         max_length: int = 1024,
         matmul: str = "auto",
         trust_remote_code: bool = False,
+        batch_sizes: Sequence[int] = (),
     ) -> None:
         if matmul not in ("auto", *fp8.MATMULS):
             raise OptionError(f"matmul={matmul!r} is not known", fix=f"Use auto, {', '.join(fp8.MATMULS)}")
@@ -96,6 +102,10 @@ class TransformersEngine(Engine):
         self._cache: Any = None
         self._cache_name = "past_key_values"
         self._identity: EngineIdentity | None = None
+        if any(size < 1 for size in batch_sizes) or len(set(batch_sizes)) != len(batch_sizes):
+            raise OptionError(f"batch_sizes={batch_sizes!r} cannot be", fix="Give different numbers from 1 on")
+        self._batch_sizes = tuple(batch_sizes)
+        self._decode: TransformersGraphs | None = None
 
     @property
     def module(self) -> Any:
@@ -124,6 +134,7 @@ class TransformersEngine(Engine):
         # Newer Transformers renamed the argument and warns about the old name.
         accepted = inspect.signature(self._module.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+        self._join()
 
     def estimated_bytes(self) -> int:
         identity = self.identity()
@@ -161,7 +172,31 @@ class TransformersEngine(Engine):
     def agree(self, flag: bool) -> bool:
         return ranks.agree(flag, self.device) if self.tensor_parallel else flag
 
+    def graphs(self) -> TransformersGraphs | None:
+        if self._decode is None and self._batch_sizes:
+            with quiet():
+                config = pretrained.config_of(self.folder, self.overrides, trust_remote_code=self.trust_remote_code)
+            text = config.get_text_config(decoder=True)
+            if set(getattr(text, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+                return None
+            from fer.engines.decode import TransformersGraphs
+
+            self._decode = TransformersGraphs(
+                text,
+                batch_sizes=self._batch_sizes,
+                length=self.max_length,
+                dtype=getattr(torch, self.identity().dtype),
+                device=self.device,
+                world=self.identity().ranks.tp_size,
+            )
+            self._join()
+        return self._decode
+
     def allocate_kv(self) -> None:
+        decode = self.graphs()
+        if decode is not None:
+            decode.allocate_kv()
+            return
         from transformers import StaticCache
 
         self._cache = StaticCache(config=self.module.config, max_cache_len=self.max_length)
@@ -178,6 +213,35 @@ class TransformersEngine(Engine):
     def generate(self, prompt: str | Sequence[int], max_new_tokens: int = 32) -> list[int]:
         """Greedy continuation of a prompt (text or token ids): the new token ids, without the one that ends it."""
         return list(self.stream(self._ids(prompt), max_new_tokens=max_new_tokens))
+
+    def generate_many(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32) -> list[list[int]]:
+        """Greedy continuations of several prompts at once, as :meth:`generate` gives each alone.
+
+        Raises:
+            OptionError: there are more prompts than rows, or the engine was made without ``batch_sizes``.
+        """
+        decode = self.graphs()
+        if decode is None or len(prompts) > decode.rows:
+            raise OptionError(
+                f"{len(prompts)} prompts at once do not fit",
+                why=f"the engine decodes {decode.rows if decode else 0} rows at a time",
+                fix="Raise batch_sizes= of the engine or ask for less",
+            )
+        for ids in prompts:
+            self._check_length(ids, max_new_tokens)
+        ends = self._ends()
+        answers: list[list[int]] = [[] for _ in prompts]
+        tokens = [decode.prompt(row, ids) for row, ids in enumerate(prompts)]
+        done = [False] * len(prompts)
+        for number in range(max_new_tokens):
+            for row, token in enumerate(tokens):
+                done[row] = done[row] or token in ends
+                if not done[row]:
+                    answers[row].append(token)
+            if all(done) or number + 1 == max_new_tokens:
+                break
+            tokens = decode.advance(len(prompts))
+        return answers
 
     def ask(self, question: str, max_new_tokens: int = 64) -> str:
         """Answer to one question, through the tokenizer's chat template where it has one."""
@@ -196,12 +260,11 @@ class TransformersEngine(Engine):
         Raises:
             OptionError: prompt and answer do not fit into ``max_length``.
         """
-        if not ids or len(ids) + max_new_tokens > self.max_length:
-            raise OptionError(
-                f"{len(ids)} prompt tokens and {max_new_tokens} new ones do not fit",
-                why=f"the key/value cache holds {self.max_length} positions and a prompt needs one token or more",
-                fix="Raise max_length= of the engine or ask for less",
-            )
+        self._check_length(ids, max_new_tokens)
+        decode = self.graphs()
+        if decode is not None:
+            yield from self._stream_from(decode, ids, max_new_tokens, self._ends() if stop else frozenset())
+            return
         if self._cache is None:
             self.allocate_kv()
         with torch.inference_mode():  # the cache's tensors are made inside it and may be written nowhere else
@@ -222,6 +285,28 @@ class TransformersEngine(Engine):
             return self.module(input_ids=batch, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _check_length(self, ids: Sequence[int], max_new_tokens: int) -> None:
+        if not ids or len(ids) + max_new_tokens > self.max_length:
+            raise OptionError(
+                f"{len(ids)} prompt tokens and {max_new_tokens} new ones do not fit",
+                why=f"the key/value cache holds {self.max_length} positions and a prompt needs one token or more",
+                fix="Raise max_length= of the engine or ask for less",
+            )
+
+    def _stream_from(
+        self, decode: TransformersGraphs, ids: Sequence[int], max_new_tokens: int, ends: frozenset[int]
+    ) -> Iterator[int]:
+        for number in range(max_new_tokens):
+            token = decode.prompt(0, ids) if number == 0 else decode.advance(1)[0]
+            if token in ends:
+                return
+            yield token
+
+    def _join(self) -> None:
+        """Tell the decode graphs about the module."""
+        if self._decode is not None and self._module is not None:
+            self._decode.module, self._decode.cache_name = self._module, self._cache_name
 
     @torch.inference_mode()
     def _next(self, ids: Sequence[int]) -> int:

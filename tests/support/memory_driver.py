@@ -63,6 +63,7 @@ class FakeDriver:
     handles: dict[int, int] = field(default_factory=dict)  # handle -> allocation
     reserved: dict[int, int] = field(default_factory=dict)  # address -> bytes
     mapped: dict[int, tuple[int, int]] = field(default_factory=dict)  # address -> (bytes, allocation)
+    cleared: list[tuple[int, int]] = field(default_factory=list)  # calls of cuMemsetD8
     allowed: list[tuple[int, int, str]] = field(default_factory=list)  # calls of cuMemSetAccess
     blocks: dict[int, int] = field(default_factory=dict)  # cuMemAlloc: address -> bytes
     opened: dict[int, int] = field(default_factory=dict)  # cuIpcOpenMemHandle: address -> count
@@ -196,6 +197,11 @@ class FakeDriver:
             return (BAD,)
         self.mapped[address] = (size, self.handles[handle])
         return (OK,)
+
+    def cuMemsetD8(self, address: int, value: int, count: int) -> Any:
+        inside = any(start <= address and address + count <= start + n for start, (n, _) in self.mapped.items())
+        self.cleared.append((address, count))
+        return (OK,) if inside and self.depth > 0 else (BAD,)
 
     def cuMemUnmap(self, address: int, size: int) -> Any:
         if self.mapped.get(address, (0, 0))[0] != size:

@@ -1,0 +1,237 @@
+"""Decoding for a list of batch sizes over one cache with a slot for each row, as CUDA graphs want it.
+
+Every tensor a step reads or writes stays where it is, each row has a position of its own, and a batch is padded to the
+smallest size that has a graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from fer.engines.graphs import DecodeGraphs, Replayable
+
+_ROUND = 2 << 20
+
+
+class Slots(Cache):  # type: ignore[misc]
+    """Transformers' cache over fixed tensors: prompts fill one row, steps append one token to each of the first rows.
+
+    Args:
+        rows, length: rows and positions of each.
+        layers, heads, width: layers of the model, key/value heads of this rank, size of a head.
+
+    Attributes:
+        token, position: what each row decodes next, and where.
+    """
+
+    def __init__(
+        self, layers: int, rows: int, heads: int, length: int, width: int, dtype: torch.dtype, device: str
+    ) -> None:
+        made = []
+        for _ in range(layers):
+            memory = torch.zeros(2, rows, heads, length, width, dtype=dtype, device=device)
+            made.append(_Layer(self, memory))
+        super().__init__(layers=made)
+        self._memory = [layer.memory for layer in made]
+        self.rows, self.length = rows, length
+        self.prompt_row: int | None = None
+
+    def allocate(self, device: str) -> None:
+        """Make the inputs of a step."""
+        self.token = torch.zeros(self.rows, dtype=torch.long, device=device)
+        self.position = torch.zeros(self.rows, dtype=torch.long, device=device)
+        self.row = torch.arange(self.rows, device=device)
+        self.column = torch.arange(self.length, device=device)
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """Keys and values of each layer, ``(2, rows, heads, length, width)``."""
+        return list(self._memory)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are given with every call
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, slots: Slots, memory: torch.Tensor) -> None:
+        super().__init__()
+        # Not through an attribute that Cache would walk into.
+        self.slots, self.memory = slots, memory
+        self.keys, self.values = self._kept = (memory[0], memory[1])
+        self.is_initialized = True
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """There is nothing left to do."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = key_states, value_states
+        slots, (all_keys, all_values) = self.slots, self._kept
+        if slots.prompt_row is not None:
+            all_keys[slots.prompt_row, :, : keys.shape[2]] = keys[0]
+            all_values[slots.prompt_row, :, : values.shape[2]] = values[0]
+            return keys, values
+        size = keys.shape[0]
+        row, position = slots.row[:size], slots.position[:size]
+        all_keys[row, :, position] = keys[:, :, 0]
+        all_values[row, :, position] = values[:, :, 0]
+        return all_keys[:size], all_values[:size]
+
+    def get_mask_sizes(self, query: Any) -> tuple[int, int]:
+        length = query if isinstance(query, int) else int(query.shape[0])
+        return (length if self.slots.prompt_row is not None else self.slots.length), 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.slots.length
+
+    def get_max_cache_shape(self) -> int:
+        return self.slots.length
+
+    def reset(self) -> None:
+        """Rows are overwritten as they are used."""
+
+
+class TransformersGraphs(DecodeGraphs):
+    """The decode graphs of a :class:`~fer.engines.transformers.TransformersEngine`.
+
+    Args:
+        config: the model's text configuration.
+        world: tensor-parallel ranks the key/value heads are spread over.
+
+    Attributes:
+        slots: the cache, once it is allocated.
+    """
+
+    def __init__(
+        self, config: Any, *, batch_sizes: Sequence[int], length: int, dtype: torch.dtype, device: str, world: int = 1
+    ) -> None:
+        self.batch_sizes = tuple(batch_sizes)
+        self.rows, self.length, self.dtype, self.device = max(batch_sizes), length, dtype, device
+        self.layers = int(config.num_hidden_layers)
+        self.heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // world
+        self.width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        self.vocabulary = int(config.vocab_size)
+        self.slots: Slots | None = None
+        self.module: Any = None
+        self.cache_name = "past_key_values"
+        self._lock = threading.Lock()
+        self._graphs: dict[int, tuple[Replayable, Mapping[str, torch.Tensor]]] = {}
+
+    # -- what the stage asks
+
+    def layout(self) -> Mapping[str, Any]:
+        return {
+            "shape": [self.layers, 2, self.rows, self.heads, self.length, self.width],
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    def largest_kv_bytes(self) -> int:
+        return 2 * self.rows * self.heads * self.length * self.width * self.dtype.itemsize
+
+    def kv_bytes(self) -> int:
+        # Tensors under 10 MiB share segments of 20 MiB in torch's pools.
+        return self.layers * (-(-self.largest_kv_bytes() // _ROUND) * _ROUND + _ROUND) + (64 << 20)
+
+    def allocate_kv(self) -> None:
+        """Make the cache; forgets graphs over an earlier one."""
+        with torch.inference_mode():
+            self.slots = Slots(self.layers, self.rows, self.heads, self.length, self.width, self.dtype, self.device)
+        self._graphs.clear()
+
+    def allocate(self) -> None:
+        if self.slots is not None:
+            with torch.inference_mode():
+                self.slots.allocate(self.device)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        slots = self._slots()
+        found = {f"kv.{number}": memory for number, memory in enumerate(slots.memory)}
+        return {**found, "token": slots.token, "position": slots.position, "row": slots.row, "column": slots.column}
+
+    def step(self, size: int) -> Mapping[str, torch.Tensor]:
+        slots = self._slots()
+        position = slots.position[:size, None]
+        mask = (slots.column[None, :] <= position)[:, None, None, :]
+        if getattr(self.module.config, "_attn_implementation", "") == "eager":
+            mask = torch.where(mask, 0.0, torch.finfo(self.dtype).min).to(self.dtype)
+        found = self.module(
+            input_ids=slots.token[:size, None],
+            position_ids=position,
+            attention_mask=mask,
+            use_cache=True,
+            **{self.cache_name: slots},
+        )
+        logits = found.logits[:, -1]
+        return {"token": logits.argmax(-1), "logits": logits}
+
+    def fill(self, size: int, number: int) -> None:
+        slots = self._slots()
+        slots.token.copy_((slots.row * 7919 + 104729 * (number + 1) + size) % self.vocabulary)
+        slots.position.zero_()
+
+    def use(self, size: int, graph: Replayable | None, outputs: Mapping[str, torch.Tensor] | None) -> None:
+        with self._lock:
+            if graph is None or outputs is None:
+                self._graphs.pop(size, None)
+            else:
+                self._graphs[size] = (graph, outputs)
+
+    # -- what the engine does with it
+
+    @torch.inference_mode()
+    def prompt(self, row: int, ids: Sequence[int]) -> int:
+        """Fill a row with a prompt, eagerly; the token that follows it."""
+        slots = self._slots()
+        batch = torch.tensor([list(ids)], device=self.device)
+        places = torch.arange(len(ids), device=self.device)[None]
+        slots.prompt_row = row
+        try:
+            found = self.module(
+                input_ids=batch, position_ids=places, use_cache=True, logits_to_keep=1, **{self.cache_name: slots}
+            )
+        finally:
+            slots.prompt_row = None
+        token = int(found.logits[0, -1].argmax())
+        slots.token[row] = token
+        slots.position[row] = len(ids)
+        return token
+
+    @torch.inference_mode()
+    def advance(self, active: int) -> list[int]:
+        """One step of the first ``active`` rows: their next tokens, which are written as the next inputs too."""
+        slots = self._slots()
+        with self._lock:
+            fitting = [size for size in self._graphs if size >= active]
+            chosen = self._graphs[min(fitting)] if fitting else None
+        if chosen is None:
+            outputs = self.step(active)
+        else:
+            slots.position[active:].zero_()  # padding rows write where nobody reads
+            graph, outputs = chosen
+            graph.replay()
+        slots.token[:active] = outputs["token"][:active]
+        slots.position[:active] += 1
+        return [int(token) for token in outputs["token"][:active].tolist()]
+
+    def _slots(self) -> Slots:
+        if self.slots is None:
+            self.allocate_kv()
+        assert self.slots is not None
+        if not hasattr(self.slots, "token"):
+            self.allocate()
+        return self.slots

@@ -1,0 +1,122 @@
+"""Decoding over slots: the same tokens as Transformers' own cache, for rows of different lengths, with and without graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fer.engines.transformers import TransformersEngine
+from fer.errors import OptionError
+from tests.support import engine_models as models
+
+PROMPTS = [[1, 5, 9, 200, 31], [1, 7], [1, 44, 300, 2, 8, 90, 17, 6]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.qwen3(tmp_path_factory.mktemp("decode") / "qwen3", dtype="float32")
+
+
+def engine(folder: Path, **more: Any) -> TransformersEngine:
+    made = TransformersEngine(folder, max_length=64, **more)
+    made.adopt(made.load())
+    return made
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_rows_of_different_lengths_answer_as_each_alone(folder: Path, attention: str) -> None:
+    plain = engine(folder, attention=attention)
+    expected = [plain.generate(prompt, 12) for prompt in PROMPTS]
+    slots = engine(folder, attention=attention, batch_sizes=(2, 4))
+    assert slots.generate_many(PROMPTS, 12) == expected
+    assert [slots.generate(prompt, 12) for prompt in PROMPTS] == expected
+    assert slots.generate_many(PROMPTS[1:], 12) == expected[1:]
+
+
+class Recorded:
+    """A graph in the pretended sense: it runs the step on all rows of its size."""
+
+    def __init__(self, decode: Any, size: int) -> None:
+        self.decode, self.size, self.replays = decode, size, 0
+        self.outputs: dict[str, torch.Tensor] = {k: v.clone() for k, v in decode.step(size).items()}
+
+    def replay(self) -> None:
+        self.replays += 1
+        for name, value in self.decode.step(self.size).items():
+            self.outputs[name].copy_(value)
+
+    def reset(self) -> None: ...
+
+    def pool(self) -> None: ...
+
+
+def test_a_batch_is_padded_to_the_smallest_graph_that_is_ready(folder: Path) -> None:
+    expected = [engine(folder).generate(prompt, 8) for prompt in PROMPTS]
+    slots = engine(folder, batch_sizes=(1, 2, 4, 8))
+    decode = slots.graphs()
+    assert decode is not None
+    with torch.inference_mode():
+        graphs = {size: Recorded(decode, size) for size in (2, 8)}
+    for size, graph in graphs.items():
+        decode.use(size, graph, graph.outputs)
+    assert slots.generate_many(PROMPTS, 8) == expected
+    assert (graphs[2].replays, graphs[8].replays) == (0, 7)
+    assert slots.generate(PROMPTS[0], 8) == expected[0]
+    assert graphs[2].replays == 7
+    decode.use(2, None, None)
+    assert slots.generate(PROMPTS[0], 8) == expected[0]
+    assert (graphs[2].replays, graphs[8].replays) == (7, 14)
+
+
+def test_the_cache_is_what_the_layout_says(folder: Path) -> None:
+    made = engine(folder, batch_sizes=(4, 1))
+    decode = made.graphs()
+    assert decode is not None
+    made.allocate_kv()
+    assert decode.slots is not None
+    shape = [len(decode.slots.memory), *decode.slots.memory[0].shape]
+    assert decode.layout() == {"shape": shape, "dtype": "float32"}
+    assert decode.kv_bytes() >= sum(memory.nbytes for memory in decode.slots.memory)
+    assert decode.largest_kv_bytes() == decode.slots.memory[0].nbytes
+    assert decode.pin(decode.layout())
+    assert not decode.pin({**decode.layout(), "dtype": "bfloat16"})
+
+
+def test_fixed_inputs_leave_the_cache_out_of_account(folder: Path) -> None:
+    decode = engine(folder, batch_sizes=(4,)).graphs()
+    assert decode is not None
+
+    def outputs() -> Mapping[str, torch.Tensor]:
+        with torch.inference_mode():
+            decode.fill(4, 1)
+            return {name: value.clone() for name, value in decode.step(4).items()}
+
+    first = outputs()
+    assert decode.slots is not None
+    for memory in decode.slots.memory:
+        with torch.inference_mode():
+            memory.normal_()
+    for name, value in outputs().items():
+        assert torch.equal(value, first[name])
+
+
+def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(OptionError, match="batch_sizes"):
+        TransformersEngine(folder, batch_sizes=(1, 1))
+    with pytest.raises(OptionError, match="4 prompts"):
+        engine(folder, batch_sizes=(2,)).generate_many([[1]] * 4)
+    with pytest.raises(OptionError, match="at once"):
+        engine(folder).generate_many([[1]])
+
+
+def test_a_model_with_windows_decodes_without_graphs(tmp_path: Path) -> None:
+    path = models.qwen3(
+        tmp_path / "windows", use_sliding_window=True, sliding_window=8, max_window_layers=1, dtype="float32"
+    )
+    made = engine(path, batch_sizes=(1,))
+    assert made.graphs() is None
+    assert len(made.generate([1, 5], 4)) <= 4

@@ -1,0 +1,117 @@
+"""Named ranges: their books with the driver. The driver is a pretended one; torch's side is tested on a GPU."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+import pytest
+
+from fer.errors import DriverError, MappingError, OutOfMemory
+from fer.memory import arena, driver, gpus
+from fer.memory import ranges as memory
+from fer.memory.device import CudaDevice
+from fer.memory.ranges import Ranges
+from tests.support.memory_driver import GIB, FakeDriver
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the allocator is written for x86_64")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    pretended = FakeDriver()
+    monkeypatch.setattr(driver, "bindings", lambda: pretended)
+    monkeypatch.setattr(gpus, "_sysfs_buses", lambda devices: ["0000:0a:00.0", "0000:1b:00.0"])
+    monkeypatch.setattr(memory, "_granules", {})
+    yield pretended
+    assert pretended.depth == 0, "a context was pushed and not popped"
+
+
+@pytest.fixture
+def ranges(fake: FakeDriver) -> Ranges:
+    return memory.reserve(CudaDevice(0))
+
+
+def test_ranges_lie_where_the_arena_says(fake: FakeDriver, ranges: Ranges) -> None:
+    base = arena.BASE + arena.SPAN
+    assert ranges.span == (base, base + arena.SPAN)
+    assert {each.name: each.address - base for each in ranges.all} == {
+        "kv": 512 * GIB, "static": 768 * GIB, "scratch": 800 * GIB, "pool": 832 * GIB,
+    }  # fmt: skip
+    assert fake.used() == 0
+
+
+def test_a_taken_address_is_refused_and_leaves_nothing(fake: FakeDriver) -> None:
+    fake.reserved[arena.BASE + arena.SPAN + arena.SCRATCH.offset] = 4096
+    before = dict(fake.reserved)
+    with pytest.raises(MappingError, match="scratch cannot lie"):
+        memory.reserve(CudaDevice(0))
+    assert fake.reserved == before
+
+
+def test_memory_is_mapped_ahead_cleared_and_handed_out_in_order(fake: FakeDriver, ranges: Ranges) -> None:
+    pool = ranges.pool
+    assert pool.allocator.take(1) == 0
+    pool.map(130 * MIB)
+    assert pool.mapped == 130 * MIB
+    assert fake.cleared == [
+        (pool.address, 64 * MIB),
+        (pool.address + 64 * MIB, 64 * MIB),
+        (pool.address + 128 * MIB, 2 * MIB),
+    ]
+    assert [pool.allocator.take(3 * MIB), pool.allocator.take(1)] == [pool.address, pool.address + 4 * MIB]
+    assert pool.used == 6 * MIB
+    assert pool.allocator.take(128 * MIB) == 0
+
+
+def test_what_nobody_took_goes_back(fake: FakeDriver, ranges: Ranges) -> None:
+    pool = ranges.pool
+    pool.map(256 * MIB)
+    pool.allocator.take(65 * MIB)
+    pool.trim()
+    assert (pool.mapped, fake.used()) == (128 * MIB, 128 * MIB)
+    assert pool.allocator.take(63 * MIB) == 0
+    assert pool.allocator.take(62 * MIB) == pool.address + 66 * MIB
+
+
+def test_no_memory_says_which_range_and_keeps_the_rest(fake: FakeDriver, ranges: Ranges) -> None:
+    ranges.kv.map(7 * GIB, chunk=GIB)
+    with pytest.raises(OutOfMemory, match="range pool") as caught:
+        ranges.pool.map(2 * GIB, chunk=GIB)
+    assert caught.value.fields == {"needed": GIB, "free": 0}
+    assert ranges.pool.mapped == GIB
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemsetD8"])
+def test_a_failed_map_leaves_nothing(fake: FakeDriver, ranges: Ranges, call: str) -> None:
+    fake.fail(call)
+    with pytest.raises(DriverError):
+        ranges.static.map(MIB)
+    assert fake.fired == [call]
+    assert (fake.used(), ranges.static.mapped, fake.mapped) == (0, 0, {})
+
+
+def test_more_than_the_range_has(ranges: Ranges) -> None:
+    with pytest.raises(MappingError, match="range static"):
+        ranges.static.map(33 * GIB)
+
+
+def test_one_slab_stands_in_for_a_whole_cache(fake: FakeDriver, ranges: Ranges) -> None:
+    kv = ranges.kv
+    kv.map_over_and_over(1000 * MIB, 64 * MIB)
+    assert sum(size for size, _ in fake.mapped.values()) == 1000 * MIB
+    assert fake.used() == (64 + 1000 % 64) * MIB  # the slab, and a smaller one for what is left over
+    assert sorted(fake.mapped)[0] == kv.address
+    with pytest.raises(MappingError, match="mapped already"):
+        kv.map_over_and_over(64 * MIB, 64 * MIB)
+    kv.close()
+    assert (fake.used(), fake.mapped, kv.mapped) == (0, {}, 0)
+
+
+def test_a_closed_range_can_be_mapped_again(fake: FakeDriver, ranges: Ranges) -> None:
+    ranges.scratch.map(MIB)
+    ranges.scratch.close()
+    assert fake.used() == 0
+    ranges.scratch.map(MIB)
+    assert ranges.scratch.allocator.take(1) == ranges.scratch.address
