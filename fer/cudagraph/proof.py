@@ -137,15 +137,20 @@ def run(request: Request) -> dict[str, Any]:
     # Twice the largest tensor and a bit: keys and values of one layer, side by side, never fall on each other.
     ranges.kv.map_over_and_over(kv["bytes"], 2 * kv["largest"] + (2 << 20))
     ranges.static.map(archive.facts["ranges"]["static"]["used"])
+    import torch
+
+    torch.cuda.set_device(request.ordinal)
+    torch.zeros(1, device="cuda")  # torch sets itself up at first use
     cuda = open_cuda(restoring=True)
     ready: dict[str, Any] = {}
     with device.current():
         place(archive, cuda, ranges)
         restorer = Restorer(
-            archive, cuda, ready.__setitem__, order=archive.facts["order"], context=device.context, keep=[ranges, keep]
+            archive, cuda, ready.__setitem__, order=[graph.name for graph in archive.tables.top()], context=device.context, keep=[ranges, keep]
         )
         restorer.run()
-    wrong = {name: why for name, why in restorer.progress.failed.items() if name not in archive.facts["refused"]}
+    refused = archive.facts.get("refused", {})
+    wrong = {name: why for name, why in restorer.progress.failed.items() if name not in refused}
     golden = archive.facts["golden"].get(request.checkpoint, {})
     for name, graph in ready.items():
         if not golden.get(name):

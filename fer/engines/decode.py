@@ -32,7 +32,7 @@ class Slots(Cache):  # type: ignore[misc]
     def __init__(
         self, layers: int, rows: int, heads: int, length: int, width: int, dtype: torch.dtype, device: str
     ) -> None:
-        made = []
+        made: list[Any] = []
         for _ in range(layers):
             memory = torch.zeros(2, rows, heads, length, width, dtype=dtype, device=device)
             made.append(_Layer(self, memory))

@@ -1,4 +1,4 @@
-"""Decoding over slots: the same tokens as Transformers' own cache, for rows of different lengths, with and without graphs."""
+"""Decoding over slots: Transformers' own tokens, for rows of different lengths, with and without graphs."""
 
 from __future__ import annotations
 

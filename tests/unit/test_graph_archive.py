@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fer.cli.main import app
 from fer.cudagraph import archive as archives
 from fer.cudagraph import compare, sections, state, store
+from fer.cudagraph.save import digest_of, probe_name
 from fer.errors import ArchiveError
 
 RECORDED = Path(__file__).parent.parent / "data" / "h200.fergraph"
@@ -40,6 +43,39 @@ def test_the_recorded_digests_are_those_of_the_tables() -> None:
     archive = archives.read(RECORDED)
     found = {graph.name: archive.tables.digest(graph) for graph in archive.tables.top()}
     assert found == archive.facts["digests"]
+
+
+def test_recorded_outputs_are_what_plain_torch_makes_of_the_recorded_inputs() -> None:
+    archive = archives.read(RECORDED)
+    for name, recorded in archive.facts["golden"]["fixture"].items():
+        for number, wanted in enumerate(recorded):
+            inputs = {
+                label: torch.frombuffer(bytearray(content.data), dtype=torch.bfloat16)
+                for content in archive.probes
+                for label in ("x", "weight")
+                if content.name == probe_name(name, number) + label
+            }
+            x = inputs["x"].reshape(2, 256)[: int(name.split("/")[1])]
+            for _ in range(2):
+                wide = x.float()
+                scale = torch.rsqrt((wide * wide).sum(-1, keepdim=True) / 256 + 1e-6)
+                x = (wide * scale * inputs["weight"].float()).to(torch.bfloat16)
+            assert hashlib.sha256(digest_of({"out": x}).numpy().tobytes()).hexdigest() == wanted
+
+
+def test_any_bit_of_an_output_changes_its_digest() -> None:
+    tensor = torch.arange(40, dtype=torch.float32)
+    seen = {tuple(digest_of({"out": tensor}).flatten().tolist())}
+    raw = tensor.view(torch.uint8)
+    for place in range(raw.numel()):
+        for bit in range(8):
+            raw[place] ^= 1 << bit
+            seen.add(tuple(digest_of({"out": tensor}).flatten().tolist()))
+            raw[place] ^= 1 << bit
+    assert len(seen) == 1 + 8 * raw.numel()
+    swapped = tensor.clone()
+    swapped[[3, 4]] = tensor[[4, 3]]
+    assert tuple(digest_of({"out": swapped}).flatten().tolist()) not in seen
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.stored])
