@@ -17,7 +17,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-STEPS, LONG = 6, (1, 64)
+STEPS = 20
+LONG = (1, 64)  # batch sizes that decode a hundred steps and are timed
+PLAIN = "FER_TEST_PLAIN" in os.environ  # the unfused model: twice the nodes
 
 
 def _sha(*tensors: Any) -> str:
@@ -66,7 +68,7 @@ def _pace(replay: Any, count: int = 60) -> float:
 def _model(small: bool) -> Any:
     from bench.graphs_model import Decoder
 
-    return Decoder(layers=4, hidden=1024, inner=2048, batch_sizes=(1, 2, 4, 8)) if small else Decoder()
+    return Decoder(layers=4, hidden=1024, inner=2048, batch_sizes=(1, 2, 4, 8)) if small else Decoder(fused=not PLAIN)
 
 
 def _place(model: Any, ranges: Any) -> list[Any]:
@@ -222,11 +224,13 @@ def restore(folder: Path, small: bool, moved: bool = False) -> dict[str, Any]:
             found = saving.digests(model, int(name.split("/")[1]), graph.replay, outputs[name])
             same.append((name, found == golden.get(name)))
         result["golden_wrong"] = [name for name, ok in same if not ok]
+        print("outputs of", len(same), "graphs compared, wrong:", result["golden_wrong"], flush=True)
         for name, graph in graphs.items() if not moved else ():
             size = int(name.split("/")[1])
             chain = _chain(model, size, graph.replay, outputs[name], 100 if size in LONG else STEPS)
             chains[size] = chain == before["chains"][str(size)]
         result["chains_wrong"] = [size for size, ok in chains.items() if not ok]
+        print("decoded", len(chains), "batch sizes, wrong:", result["chains_wrong"], flush=True)
         result["ms"] = {str(s): _pace(graphs[f"decode/{s}"].replay) for s in LONG if f"decode/{s}" in graphs}
         result["ms_native"] = before["ms"]
         first = next(iter(graphs), None)
@@ -236,6 +240,13 @@ def restore(folder: Path, small: bool, moved: bool = False) -> dict[str, Any]:
                 graphs[first].replay()
             again = saving.digests(model, size, graphs[first].replay, outputs[first])
             result["after_1000_replays"] = again == golden.get(first)
+            print(
+                "after 1000 replays the same:",
+                result["after_1000_replays"],
+                result["ms"],
+                result["ms_native"],
+                flush=True,
+            )
     result["owners_after"] = len(restoring.verify_owners(archive.facts["owners"], [*weights, *saving.tensors(model)]))
     return result
 

@@ -25,6 +25,36 @@ def rms_norm(x, weight, out, columns, eps, BLOCK: tl.constexpr):  # type: ignore
     tl.store(out + row * columns + column, (value * scale * factor).to(tl.bfloat16), mask=inside)
 
 
+@triton.jit
+def add_rms_norm(x, delta, weight, total, out, columns, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = column < columns
+    value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(delta + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + row * columns + column, value.to(tl.bfloat16), mask=inside)
+    scale = tl.rsqrt(tl.sum(value * value) / columns + eps)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, (value * scale * factor).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def silu_multiply(both, out, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    gate = tl.load(both + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, (gate / (1 + tl.exp(-gate)) * up).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def write_cache(qkv, keys, values, position, hidden, groups, length, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, head, column = tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
+    source = qkv + row * (hidden + 2 * groups * WIDTH) + hidden + head * WIDTH + column
+    target = ((row * groups + head) * length + tl.load(position + row)) * WIDTH + column
+    tl.store(keys + target, tl.load(source))
+    tl.store(values + target, tl.load(source + groups * WIDTH))
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     rms_norm[(x.shape[0],)](x, weight, out, x.shape[1], 1e-6, triton.next_power_of_2(x.shape[1]))
@@ -36,11 +66,11 @@ class Decoder(DecodeGraphs):
 
     def __init__(
         self, layers: int = 36, hidden: int = 4096, inner: int = 12288, groups: int = 8, length: int = 512,
-        vocabulary: int = 32000, batch_sizes: Sequence[int] = SIZES,
+        vocabulary: int = 32000, batch_sizes: Sequence[int] = SIZES, fused: bool = True, device: str = "cuda",
     ) -> None:  # fmt: skip
         self.layers, self.hidden, self.inner, self.groups = layers, hidden, inner, groups
         self.length, self.vocabulary, self.batch_sizes = length, vocabulary, tuple(batch_sizes)
-        self.rows = max(batch_sizes)
+        self.rows, self.fused, self.device = max(batch_sizes), fused, device
         self.graphs: dict[int, Replayable] = {}
         self.outputs: dict[int, Mapping[str, torch.Tensor]] = {}
 
@@ -48,7 +78,7 @@ class Decoder(DecodeGraphs):
         torch.manual_seed(0)
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.02
+            return torch.randn(*shape, device=self.device, dtype=torch.bfloat16) * 0.02
 
         hidden, inner, kv = self.hidden, self.inner, self.groups * HEAD
         self.embedding = draw(self.vocabulary, hidden)
@@ -62,13 +92,13 @@ class Decoder(DecodeGraphs):
 
     def allocate_kv(self) -> None:
         shape = (self.rows, self.groups, self.length, HEAD)
-        self.cache = [torch.zeros(2, *shape, device="cuda", dtype=torch.bfloat16) for _ in range(self.layers)]
+        self.cache = [torch.zeros(2, *shape, device=self.device, dtype=torch.bfloat16) for _ in range(self.layers)]
 
     def allocate(self) -> None:
-        self.token = torch.zeros(self.rows, dtype=torch.long, device="cuda")
-        self.position = torch.zeros(self.rows, dtype=torch.long, device="cuda")
-        self.row = torch.arange(self.rows, device="cuda")
-        self.column = torch.arange(self.length, device="cuda")
+        self.token = torch.zeros(self.rows, dtype=torch.long, device=self.device)
+        self.position = torch.zeros(self.rows, dtype=torch.long, device=self.device)
+        self.row = torch.arange(self.rows, device=self.device)
+        self.column = torch.arange(self.length, device=self.device)
 
     def layout(self) -> Mapping[str, Any]:
         return {"shape": [self.layers, 2, self.rows, self.groups, self.length, HEAD], "dtype": "bfloat16"}
@@ -93,6 +123,36 @@ class Decoder(DecodeGraphs):
         return {**found, "token": self.token, "position": self.position, "row": self.row, "column": self.column}
 
     def step(self, size: int) -> Mapping[str, torch.Tensor]:
+        return self._fused(size) if self.fused else self._plain(size)
+
+    def _fused(self, size: int) -> Mapping[str, torch.Tensor]:
+        """As engines do it: a dozen kernels a layer."""
+        hidden, groups, position = self.hidden, self.groups, self.position[:size]
+        x = self.embedding[self.token[:size]]
+        seen = (self.column[None, :] <= position[:, None])[:, None, None, :]
+        bias = (
+            torch.where(seen, 0.0, float("-inf")).to(torch.bfloat16).expand(size, groups, hidden // HEAD // groups, -1)
+        )
+        delta = torch.zeros_like(x)
+        block = triton.next_power_of_2(hidden)
+        for weights, (keys, values) in zip(self.blocks, self.cache, strict=True):
+            total, normed = torch.empty_like(x), torch.empty_like(x)
+            add_rms_norm[(size,)](x, delta, weights["before"], total, normed, hidden, 1e-6, block)
+            qkv = normed @ weights["qkv"]
+            write_cache[(size, groups)](qkv, keys, values, position, hidden, groups, self.length, HEAD)
+            q = qkv[:, :hidden].view(size, groups, -1, HEAD)
+            attended = torch.nn.functional.scaled_dot_product_attention(q, keys[:size], values[:size], attn_mask=bias)
+            delta = attended.reshape(size, hidden) @ weights["out"]
+            x, normed = torch.empty_like(x), torch.empty_like(x)
+            add_rms_norm[(size,)](total, delta, weights["after"], x, normed, hidden, 1e-6, block)
+            both = normed @ weights["up"]
+            inner = torch.empty(size, self.inner, device=x.device, dtype=x.dtype)
+            silu_multiply[(size, triton.cdiv(self.inner, 1024))](both, inner, self.inner, 1024)
+            delta = inner @ weights["down"]
+        logits = (x + delta) @ self.embedding.t()
+        return {"token": torch.argmax(logits, -1), "logits": logits}
+
+    def _plain(self, size: int) -> Mapping[str, torch.Tensor]:
         hidden, groups, position = self.hidden, self.groups, self.position[:size]
         kv = groups * HEAD
         x = self.embedding[self.token[:size]]
@@ -112,7 +172,7 @@ class Decoder(DecodeGraphs):
         return {"token": torch.argmax(logits, -1), "logits": logits}
 
     def fill(self, size: int, number: int) -> None:
-        ids = (torch.arange(self.rows, device="cuda") * 7919 + 104729 * (number + 1) + size) % self.vocabulary
+        ids = (torch.arange(self.rows, device=self.device) * 7919 + 104729 * (number + 1) + size) % self.vocabulary
         self.token.copy_(ids)
         self.position.zero_()
 

@@ -78,7 +78,7 @@ _taken: set[tuple[int, int]] = set()
 
 
 def make(start: Start, graphs: DecodeGraphs) -> Plan:
-    """Decide, reserve the ranges, and begin: restoring in the background, or recording.
+    """Reserve the ranges and look for an archive; :func:`begin` acts on what was found.
 
     Raises:
         FerError: graphs can be neither restored nor saved in this process; they are captured natively.
@@ -103,9 +103,6 @@ def make(start: Start, graphs: DecodeGraphs) -> Plan:
     )
     plan = Plan(graphs, device, open_cuda(), ranges, path, found)
     _choose(plan)
-    if not start.engine.agree(plan.archive is not None) and plan.archive is not None:
-        plan.archive, plan.why = None, "another rank of this launch has no archive that fits"
-    _begin(plan)
     return plan
 
 
@@ -198,7 +195,7 @@ def _choose(plan: Plan) -> None:
         plan.why = f"the archive cannot be read: {error}"
 
 
-def _begin(plan: Plan) -> None:
+def begin(plan: Plan) -> None:
     """Restore in the background, or record."""
     if plan.archive is not None and plan.state is not None:
         plan.cuda = open_cuda(restoring=True)

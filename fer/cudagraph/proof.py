@@ -145,9 +145,8 @@ def run(request: Request) -> dict[str, Any]:
     ready: dict[str, Any] = {}
     with device.current():
         place(archive, cuda, ranges)
-        restorer = Restorer(
-            archive, cuda, ready.__setitem__, order=[graph.name for graph in archive.tables.top()], context=device.context, keep=[ranges, keep]
-        )
+        order = [graph.name for graph in archive.tables.top()]
+        restorer = Restorer(archive, cuda, ready.__setitem__, order=order, context=device.context, keep=[ranges, keep])
         restorer.run()
     refused = archive.facts.get("refused", {})
     wrong = {name: why for name, why in restorer.progress.failed.items() if name not in refused}

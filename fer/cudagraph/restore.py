@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fer.cudagraph")
 
+_LONG_S = 120.0
+
 Ready = Callable[[str, Graph], None]
 
 
@@ -57,12 +59,21 @@ def verify_owners(recorded: Sequence[Sequence[Any]], now: Sequence[Owner]) -> li
 
 
 def place(archive: Archive, cuda: Cuda, ranges: Ranges) -> None:
-    """Map scratch and pool as they were and write the contents that kernels read.
+    """Map scratch and pool as they were and write the contents that kernels read; all or nothing.
 
     Raises:
         OutOfMemory: the device has not enough memory for the pool.
         MappingError: the recorded addresses are not those of this process.
     """
+    try:
+        _place(archive, cuda, ranges)
+    except BaseException:
+        ranges.scratch.close()
+        ranges.pool.close()
+        raise
+
+
+def _place(archive: Archive, cuda: Cuda, ranges: Ranges) -> None:
     for each in (ranges.scratch, ranges.pool):
         recorded = archive.facts["ranges"][each.name]
         if recorded["address"] != each.address:
@@ -102,6 +113,7 @@ class Restorer:
         self._binaries = Binaries(cuda, archive.tables, verify=verify)
         self._builder = Builder(cuda, archive.tables, self._binaries.handles, context)
         self._keep = [archive, self._binaries, *keep]
+        self._made: list[Graph] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._begin = time.perf_counter()
@@ -114,6 +126,15 @@ class Restorer:
     def cancel(self) -> None:
         """Stop after the graph at hand."""
         self._stop.set()
+
+    def abandon(self) -> None:
+        """Stop, and unload what was restored; nothing of it may be in use."""
+        self.cancel()
+        self.wait(_LONG_S)
+        for graph in self._made:
+            graph.reset()
+        self._made.clear()
+        self._binaries.close()
 
     def wait(self, timeout: float | None = None) -> bool:
         """True once every graph is ready or failed."""
@@ -133,11 +154,15 @@ class Restorer:
                     continue
                 try:
                     graph = self._restore(name)
+                    self._made.append(graph)
                     self._ready(name, graph)
                     self.progress.ready[name] = time.perf_counter() - self._begin
                 except (FerError, KeyError, StopIteration) as error:
                     _log.warning("graph %s is not restored: %s", name, error)
                     self.progress.failed[name] = str(error) or repr(error)
+                except Exception as error:  # whatever it is, the engine captures this graph and goes on
+                    _log.exception("restoring graph %s failed", name)
+                    self.progress.failed[name] = f"bug in FER, please report: {error!r}"
         finally:
             out = ctypes.c_uint64()
             self._cuda.pop_context(ctypes.byref(out))

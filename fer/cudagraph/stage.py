@@ -61,6 +61,13 @@ class CudaGraphStage(Wide):
             except Exception as error:  # a bug of ours must not take down an engine
                 self._why = f"bug in FER, please report: {type(error).__name__}: {error}"
                 log.exception("the graphs' stage failed before the weights")
+            plan = self._plan
+            # Asked on every rank, whatever happened on it: all restore, or none.
+            together = start.engine.agree(plan is not None and plan.archive is not None)
+            if plan is not None and plan.archive is not None and not together:
+                plan.archive, plan.why = None, "another rank of this launch has no archive that fits"
+            if plan is not None:
+                planning.begin(plan)
 
     @contextmanager
     def placing(self, start: Start) -> Iterator[None]:
@@ -93,12 +100,14 @@ class CudaGraphStage(Wide):
             )
         elif self._graphs is None:
             start.report.stage(self.name, path="absent", why="the engine describes no graphs; its own path")
-        elif self._plan is None:
-            self._capture_alone(start, self._why)
-        elif self._plan.archive is not None:
+        elif self._plan is not None and self._plan.archive is not None:
             self._restore(start, self._plan, self._plan.graphs)
         else:
-            self._capture_and_save(start, self._plan, self._plan.graphs)
+            start.engine.agree(False)  # ranks that restored ask whether all did
+            if self._plan is None:
+                self._capture_alone(start, self._why)
+            else:
+                self._capture_and_save(start, self._plan, self._plan.graphs)
 
     # -- restore
 
@@ -111,7 +120,11 @@ class CudaGraphStage(Wide):
         with start.report.step("wait for graphs"):
             ended = restorer.wait(_WAIT_S)
         failed = {**archive.facts.get("refused", {}), **plan.state.quarantined, **restorer.progress.failed}
+        missing = set(archive.facts["order"]) - set(plan.ready) - set(failed)
+        failed |= dict.fromkeys(missing, "it was not restored")
         if wrong or not ended:
+            if ended:
+                restorer.abandon()
             failed = dict.fromkeys(archive.facts["order"], "; ".join(wrong[:3]) or "the restore did not end in time")
         else:
             with start.report.step("check graphs"):
@@ -193,7 +206,14 @@ class CudaGraphStage(Wide):
             plan.close_recorder()
             self._capture_alone(start, f"{plan.why}; not saved: {error}")
             return
-        captured = self._capture(start, graphs, graphs.batch_sizes, plan.ranges, keep=True)
+        try:
+            captured = self._capture(start, graphs, graphs.batch_sizes, plan.ranges, keep=True)
+        except RuntimeError as error:  # torch's word for lack of memory in a range, too
+            plan.close_recorder()
+            self._capture_alone(start, f"{plan.why}; not saved: {str(error).splitlines()[0]}")
+            return
+        if captured.troubles:  # those that did not fit into the range may fit elsewhere
+            self._capture(start, graphs, list(captured.troubles), None, keep=False)
         plan.ranges.scratch.trim()
         plan.ranges.pool.trim()
         details: dict[str, Any] = {"saved": False}
@@ -271,8 +291,9 @@ class CudaGraphStage(Wide):
     def _give_up(self, why: str) -> None:
         assert self._plan is not None
         if self._plan.restorer is not None:
-            self._plan.restorer.cancel()
-            self._plan.restorer.wait(_WAIT_S)
+            self._plan.restorer.abandon()
+        for each in self._plan.ranges.all:
+            each.close()
         self._plan.close_recorder()
         self._plan, self._why = None, why
 

@@ -36,8 +36,16 @@ class FakeRange:
     def trim(self) -> None:
         self.trimmed += 1
 
+    def close(self) -> None:
+        self.mapped = 0
+
     def place(self) -> Any:
         return nullcontext()
+
+
+def pretended_ranges() -> Any:
+    made = {name: FakeRange(name) for name in ("kv", "static", "scratch", "pool")}
+    return SimpleNamespace(**made, all=tuple(made.values()), span=(0, 1 << 48))
 
 
 class FakeRestorer:
@@ -47,6 +55,8 @@ class FakeRestorer:
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    abandon = cancel
 
     def wait(self, timeout: float) -> bool:
         return True
@@ -65,12 +75,13 @@ class Bench:
             graphs=self.graphs,
             device=SimpleNamespace(ordinal=0),  # type: ignore[arg-type]
             cuda=None,  # type: ignore[arg-type]
-            ranges=SimpleNamespace(**{n: FakeRange(n) for n in ("kv", "static", "scratch", "pool")}, span=(0, 1 << 48)),  # type: ignore[arg-type]
+            ranges=pretended_ranges(),
             path=tmp_path / "a.fergraph",
             fingerprint=Fingerprint(group={}, rank={}),
             why="no archive was saved yet",
         )
         monkeypatch.setattr(planning, "make", lambda start, graphs: self.plan)
+        monkeypatch.setattr(planning, "begin", lambda plan: None)
         monkeypatch.setattr("fer.cudagraph.capture.capture", self.capture)
         monkeypatch.setattr(
             "fer.cudagraph.check.check", lambda plan, graphs, name, golden, device: self.checks.get(name, "")
@@ -159,6 +170,43 @@ def test_after_a_wake_moved_memory_ends_the_use(bench: Bench) -> None:
     bench.graphs.x = bench.graphs.x.clone()
     assert "owner moved: tensor/x" in session.verify_owners()[0]
     assert bench.graphs.used == {4: None, 8: None}
+
+
+def test_what_the_restore_lost_without_a_word_is_captured_too(bench: Bench) -> None:
+    bench.restoring()
+    del bench.plan.ready["decode/8"]
+    row = bench.run()
+    assert (row.details["captured"], row.why) == (1, "it was not restored")
+
+
+class Disagreeing(ToyEngine):
+    """One of two ranks; the other one always says no."""
+
+    asked = 0
+
+    def agree(self, flag: bool) -> bool:
+        self.asked += 1
+        return False
+
+
+@pytest.mark.parametrize("how", ["restoring", "saving", "nothing"])
+def test_ranks_ask_each_other_equally_often_on_every_path(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    engine = Disagreeing(graphs=bench.graphs)
+    bench.start = Start(engine=engine, options=Options(), report=Report())
+    if how == "restoring":
+        bench.restoring()
+        keep = bench.plan.archive
+        monkeypatch.setattr(planning, "begin", lambda plan: setattr(plan, "archive", keep))
+    elif how == "nothing":
+
+        def fail(*_: Any) -> Any:
+            raise MappingError("no")
+
+        monkeypatch.setattr(planning, "make", fail)
+    bench.run()
+    assert engine.asked == 2
 
 
 def test_without_an_archive_graphs_are_captured_and_saved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
