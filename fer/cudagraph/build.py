@@ -53,6 +53,7 @@ class Builder:
     functions: Sequence[int]
     context: int
     _defaults: dict[int, dict[int, tuple[int, bytes]]] = field(default_factory=dict)
+    _layouts: tuple[Array, Array, Array] | None = None
     _differing: dict[tuple[int, int], tuple[tuple[int, Any], ...]] = field(default_factory=dict)
 
     def build(self, graph: Graph) -> tuple[int, Array]:
@@ -161,9 +162,11 @@ class Builder:
 
     def _pointers(self, rows: Array, blocks: Array, chosen: Array, launches: Array) -> Array:
         """One array with each kernel's pointers to its parameters; fills ``launches["pointers"]``."""
-        counts = np.array([len(function.layout) for function in self.tables.functions] or [0])
-        flat = np.array([o for f in self.tables.functions for o, _ in f.layout] or [0], dtype=np.int64)
-        begin = np.cumsum(counts) - counts
+        if self._layouts is None:
+            counts = np.array([len(function.layout) for function in self.tables.functions] or [0])
+            flat = np.array([o for f in self.tables.functions for o, _ in f.layout] or [0], dtype=np.int64)
+            self._layouts = counts, flat, np.cumsum(counts) - counts
+        counts, flat, begin = self._layouts
         wanted = np.where(chosen, counts[rows["function"]], 0)
         ends = np.cumsum(wanted)
         total = int(ends[-1]) if len(ends) else 0

@@ -7,8 +7,8 @@ anything of it is in use.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import byref, c_size_t, c_uint64
 from typing import Any, Final
 
@@ -16,9 +16,9 @@ import numpy as np
 
 from fer.cudagraph.archive import check_image
 from fer.cudagraph.libcuda import Cuda
-from fer.cudagraph.records import FIXED, MAX_DYNAMIC_SHARED, SETTABLE, UNREADABLE, Image, Tables
+from fer.cudagraph.records import FIXED, MAX_DYNAMIC_SHARED, SETTABLE, UNREADABLE, Tables
 from fer.cudagraph.walk import attributes_of, describe
-from fer.errors import ArchiveError, DriverError, FerError, GraphRefused
+from fer.errors import ArchiveError, FerError, GraphRefused
 
 _PRESERVED: Final = 1
 """CU_LIBRARY_BINARY_IS_PRESERVED: the image stays where it is, so the driver makes no copy."""
@@ -39,6 +39,19 @@ class Binaries:
         self.troubles: dict[int, str] = {}
         self._libraries: dict[int, int] = {}
         self._keep: list[Any] = []
+        self._checks: dict[int, Future[None]] = {}
+
+    def check_ahead(self, functions: Iterable[int]) -> None:
+        """Begin to compare binaries with their digests in threads of their own, those of these functions first."""
+        if not self._verify:
+            return
+        # Hashing leaves Python's lock alone, and the driver loads the first binaries meanwhile.
+        pool = ThreadPoolExecutor(2, thread_name_prefix="fer-binaries")
+        for index in functions:
+            image = self._tables.functions[index].image
+            if image >= 0 and image not in self._checks:
+                self._checks[image] = pool.submit(check_image, self._tables.images[image])
+        pool.shutdown(wait=False)
 
     def need(self, functions: Iterable[int]) -> None:
         """Load these functions.
@@ -96,13 +109,16 @@ class Binaries:
         if image < 0:
             raise GraphRefused("its binary is not in the archive")
         if image not in self._libraries:
-            self._libraries[image] = self._open(self._tables.images[image])
+            self._libraries[image] = self._open(image)
         return self._libraries[image]
 
-    def _open(self, image: Image) -> int:
+    def _open(self, index: int) -> int:
+        image = self._tables.images[index]
         if image.trouble:
             raise GraphRefused("its binary may not be used", why=image.trouble)
-        if self._verify:
+        if index in self._checks:
+            self._checks[index].result()
+        elif self._verify:
             check_image(image)
         place = _address(image.data, self._keep)
         options = (ctypes.c_int * 1)(_PRESERVED)
@@ -132,13 +148,3 @@ def _address(data: bytes | memoryview, keep: list[Any]) -> int:
     array = np.frombuffer(data, "<u1")
     keep.append(array)
     return int(array.ctypes.data)
-
-
-def advise(view: memoryview) -> None:
-    """Ask the kernel to bring a mapped archive in, ahead of first use."""
-    base = view.obj
-    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_WILLNEED"):
-        base.madvise(mmap.MADV_WILLNEED)
-
-
-__all__ = ["Binaries", "DriverError", "advise"]

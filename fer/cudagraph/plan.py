@@ -24,6 +24,7 @@ from fer.errors import FerError, GraphRefused, MappingError
 from fer.fingerprint import Fingerprint
 from fer.memory import ranges as memory
 from fer.memory.device import CudaDevice, current_ordinal
+from fer.paths import check_private
 
 if TYPE_CHECKING:
     from fer.engines.graphs import DecodeGraphs
@@ -176,6 +177,7 @@ def _choose(plan: Plan) -> None:
         plan.why = "no archive was saved yet"
         return
     try:
+        check_private(plan.path.parent)  # what lies in there runs on the GPU with this user's rights
         facts, digest = archives.facts_of(plan.path)
         kept = Fingerprint.from_json(json.dumps(facts["fingerprint"]).encode())
         differences = fingerprint.explain(plan.fingerprint, kept)

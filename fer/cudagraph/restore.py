@@ -148,6 +148,13 @@ class Restorer:
         self._begin = time.perf_counter()
         self._cuda.push_context(self._context)
         try:
+            names = {graph.name: graph for graph in self.archive.tables.top()}
+            self._binaries.check_ahead(
+                index
+                for name in self._order
+                if name in names
+                for index in self.archive.tables.functions_of(names[name])
+            )
             for name in self._order:
                 if self._stop.is_set():
                     self.progress.failed.setdefault(name, "was cancelled")

@@ -23,6 +23,7 @@ from fer.cudagraph import state
 from fer.cudagraph.plan import Plan
 from fer.cudagraph.restore import outputs_of, verify_owners
 from fer.errors import DriverError, FerError, MappingError, OutOfMemory
+from fer.paths import ensure_private
 from fer.stages import Start, Wide
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ class CudaGraphStage(Wide):
         from fer.cudagraph.save import name_of, save
 
         assert plan.recorder is not None
+        ensure_private(plan.path.parent)
         facts = {
             "fingerprint": _plain(plan),
             "order": [name_of(size) for size in plan.graphs.batch_sizes],

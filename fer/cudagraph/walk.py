@@ -239,7 +239,8 @@ _NOTHING = bytes(64)
 
 def _parameters(found: Array, via: Array, functions: list[int], tables: Tables, table: Array, kernels: Array) -> Array:
     """Copy what the nodes hold, at once: the memory is the nodes' own."""
-    sizes = [tables.functions[function].bytes for function in functions]
+    whole = {function: tables.functions[function].bytes for function in set(functions)}
+    sizes = [whole[function] for function in functions]
     sources = found["pointers"].tolist()
     for number in np.flatnonzero(via == VIA_BUFFER).tolist():
         sources[number], sizes[number] = _buffer(int(found["extra"][number]))
@@ -265,8 +266,9 @@ def _follow(sources: list[int], chosen: list[int], functions: list[int], tables:
     A node's parameters lie in one block of the driver's, at their offsets. Where the pointers say so, one copy takes
     them all; the bytes between them are the driver's and are cleared afterwards.
     """
-    offsets = [np.array([offset for offset, _ in function.layout], np.int64) for function in tables.functions]
-    counts = [len(each) for each in offsets]
+    used = {functions[number] for number in chosen}
+    offsets = {each: np.array([o for o, _ in tables.functions[each].layout], np.int64) for each in used}
+    counts = {each: len(found) for each, found in offsets.items()}
     pointers = np.zeros(sum(counts[functions[number]] for number in chosen), "<i8")
     at, base = 0, address(pointers)
     begins = []

@@ -76,7 +76,7 @@ class Bench:
             device=SimpleNamespace(ordinal=0),  # type: ignore[arg-type]
             cuda=None,  # type: ignore[arg-type]
             ranges=pretended_ranges(),
-            path=tmp_path / "a.fergraph",
+            path=tmp_path / "graphs" / "a.fergraph",
             fingerprint=Fingerprint(group={}, rank={}),
             why="no archive was saved yet",
         )
@@ -88,6 +88,7 @@ class Bench:
         )
         monkeypatch.setattr(stage, "outputs_of", lambda *_: {})
         self.stage = stage.CudaGraphStage()
+        self.plan.path.parent.mkdir(mode=0o700, exist_ok=True)
 
     def capture(self, graphs: Any, sizes: Any, ranges: Any, *, keep: bool) -> Captured:
         self.captures.append((list(sizes), ranges is not None))
@@ -342,6 +343,14 @@ def test_a_damaged_archive_is_a_miss_that_names_the_section(bench: Bench) -> Non
     bench.plan.path.write_bytes(data)
     planning._choose(bench.plan)
     assert "facts" in bench.plan.why
+
+
+def test_an_archive_that_others_could_have_written_is_not_used(bench: Bench) -> None:
+    bench.plan.path.write_bytes(RECORDED.read_bytes())
+    bench.plan.path.parent.chmod(0o777)
+    planning._choose(bench.plan)
+    assert bench.plan.archive is None
+    assert "mode 0o777" in bench.plan.why
 
 
 @pytest.mark.parametrize(

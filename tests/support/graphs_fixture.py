@@ -1,6 +1,6 @@
 """Record the small archive that tests read on machines without a GPU: only kernels of this project's own sources.
 
-python -m bench.graphs_fixture FILE
+python -m tests.support.graphs_fixture FILE
 """
 
 from __future__ import annotations
