@@ -56,6 +56,20 @@ def environment(device: str) -> dict[str, Any]:
     return {**stamps, **(_cpu() if kind == "cpu" else _gpu(device))}
 
 
+def driver_environment(name: str, compute_capability: str) -> dict[str, Any]:
+    """:func:`environment` of a GPU whose name and capability the driver told: torch's CUDA side stays untouched."""
+    return {
+        "device": "cuda",
+        "torch": probe(_torch_version),
+        "variables": _variables(),
+        "gpu": name,
+        "compute_capability": compute_capability,
+        "driver": probe(_driver_version),
+        "cuda": probe(lambda: _torch().version.cuda),
+        "matmul_precision": probe(lambda: _torch().backends.cuda.matmul.fp32_precision),
+    }
+
+
 def package_version(name: str) -> Any:
     """Version of a distribution; None where it is not installed, with a digest of its source where it is editable."""
     module = name.replace("-", "_")

@@ -19,7 +19,7 @@ from fer.cudagraph.audit import Owner
 from fer.cudagraph.cupti import Recorder
 from fer.cudagraph.libcuda import Cuda, open_cuda
 from fer.cudagraph.restore import Restorer, place
-from fer.environment import package_version, probe
+from fer.environment import driver_environment, package_version, probe
 from fer.errors import FerError, GraphRefused, MappingError
 from fer.fingerprint import Fingerprint
 from fer.memory import ranges as memory
@@ -94,7 +94,7 @@ def make(start: Start, graphs: DecodeGraphs) -> Plan:
     ranges = memory.reserve(device)
     _taken.add((os.getpid(), ordinal))
     identity = start.engine.identity()
-    found = describe(start, graphs, ranges)
+    found = describe(start, graphs, ranges, device)
     path = store.path_for(
         start.options.home,
         model=f"{identity.engine} {identity.model}",
@@ -107,15 +107,21 @@ def make(start: Start, graphs: DecodeGraphs) -> Plan:
     return plan
 
 
-def describe(start: Start, graphs: DecodeGraphs, ranges: Ranges) -> Fingerprint:
-    """All that must be the same: the weights' fingerprint, and what decides graphs beyond it. Not in it: any value."""
-    base = fingerprint.of(start.engine.identity(), fingerprint.environment(start.engine.device))
+def describe(start: Start, graphs: DecodeGraphs, ranges: Ranges, device: CudaDevice) -> Fingerprint:
+    """All that must be the same: the weights' fingerprint, and what decides graphs beyond it. Not in it: any value.
+
+    Asks the driver, not torch, for the GPU: torch's CUDA libraries load their modules when torch sets itself up, and
+    who wants to record has to be there before.
+    """
+    capability = ".".join(str(device.attribute(f"COMPUTE_CAPABILITY_{part}")) for part in ("MAJOR", "MINOR"))
+    base = fingerprint.of(start.engine.identity(), driver_environment(device.name, capability))
     extra = {
         "format": sections.VERSION,
         "batch_sizes": list(graphs.batch_sizes),
         "warm_ups": graphs.warm_ups,
         "kv": dict(graphs.layout()),
         "span": list(ranges.span),
+        "multiprocessors": device.attribute("MULTIPROCESSOR_COUNT"),
         "libraries": {name: package_version(name) for name in KERNEL_LIBRARIES},
         "variables": {
             name: os.environ[name]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fer.cudagraph import plan as planning
@@ -101,14 +101,19 @@ class CudaGraphStage(Wide):
             )
         elif self._graphs is None:
             start.report.stage(self.name, path="absent", why="the engine describes no graphs; its own path")
-        elif self._plan is not None and self._plan.archive is not None:
-            self._restore(start, self._plan, self._plan.graphs)
         else:
-            start.engine.agree(False)  # ranks that restored ask whether all did
-            if self._plan is None:
-                self._capture_alone(start, self._why)
-            else:
-                self._capture_and_save(start, self._plan, self._plan.graphs)
+            with _on(start.engine.device):
+                self._provide(start)
+
+    def _provide(self, start: Start) -> None:
+        if self._plan is not None and self._plan.archive is not None:
+            self._restore(start, self._plan, self._plan.graphs)
+            return
+        start.engine.agree(False)  # ranks that restored ask whether all did
+        if self._plan is None:
+            self._capture_alone(start, self._why)
+        else:
+            self._capture_and_save(start, self._plan, self._plan.graphs)
 
     # -- restore
 
@@ -330,6 +335,13 @@ def owners_of(plan: Plan) -> list[Any]:
     from fer.cudagraph.save import tensors
 
     return [*planning.weights_of(plan), *tensors(plan.graphs)]
+
+
+def _on(device: str) -> AbstractContextManager[object]:
+    """The engine's GPU as torch's current one: streams and generators are asked for without naming a device."""
+    import torch
+
+    return torch.cuda.device(device) if torch.cuda.is_available() else nullcontext()
 
 
 def _alone(start: Start) -> bool:

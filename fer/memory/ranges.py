@@ -68,6 +68,7 @@ class NamedRange:
 
             from fer.memory import torch_private
 
+            torch.cuda.init()
             allocator = torch_private.custom_allocator(self.allocator.allocate, self.allocator.free)
             self._pool = torch.cuda.MemPool(allocator)
         return self._pool
