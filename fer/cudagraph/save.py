@@ -95,7 +95,13 @@ def save(
     with _timed(saved, "contents"):
         contents = [_content(cuda, owner) for owner in scratch if owner.size <= SMALL]
     with _timed(saved, "digests"):
-        golden, probes = _golden(captured, graphs, saved)
+        kv = ranges.kv
+        inputs = {
+            name: tensor
+            for name, tensor in graphs.tensors().items()
+            if _is_small_input(tensor) and not kv.address <= tensor.data_ptr() < kv.address + kv.mapped
+        }
+        golden, probes = _golden(captured, graphs, inputs, saved)
     kept = [graph for graph in tables.top() if graph.name not in saved.refused]
     saved.kept, saved.nodes = [graph.name for graph in kept], sum(len(graph.nodes) for graph in kept)
     whole = {
@@ -229,7 +235,9 @@ def _content(cuda: Cuda, owner: Owner) -> Content:
     return Content(owner.name, owner.address, data.raw)
 
 
-def _golden(captured: Captured, graphs: DecodeGraphs, saved: Saved) -> tuple[dict[str, list[str]], list[Content]]:
+def _golden(
+    captured: Captured, graphs: DecodeGraphs, small: Mapping[str, torch.Tensor], saved: Saved
+) -> tuple[dict[str, list[str]], list[Content]]:
     """Digests of each graph's outputs, ``[]`` where two native runs differ, and the inputs that led to them.
 
     Refuses graphs that draw random numbers: torch moves the generator on at each replay of its own graphs.
@@ -238,7 +246,6 @@ def _golden(captured: Captured, graphs: DecodeGraphs, saved: Saved) -> tuple[dic
 
     golden: dict[str, list[str]] = {}
     inputs: list[tuple[str, int, torch.Tensor]] = []
-    small = {name: tensor for name, tensor in graphs.tensors().items() if _is_small_input(tensor)}
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     with torch.inference_mode():
         for size, graph in captured.graphs.items():
