@@ -1,0 +1,207 @@
+"""Saving and restoring from end to end, on the CPU: tensors are real, the driver's graphs pretended."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fer.cudagraph import archive as archives
+from fer.cudagraph import images
+from fer.cudagraph.audit import Owner
+from fer.cudagraph.capture import Captured
+from fer.cudagraph.cupti import Seen
+from fer.cudagraph.restore import Restorer, outputs_of, place
+from fer.cudagraph.save import Saved, digests, save, tensors
+from fer.errors import IntegrityError, MappingError
+from tests.support.cudagraph_driver import FakeDriver, FakeFunction, cubin
+from tests.support.cudagraph_engine import ToyGraphs
+
+
+class FakeRange:
+    def __init__(self, name: str, address: int = 0, used: int = 0) -> None:
+        self.name, self.address, self.used, self.mapped = name, address, used, used
+        self.pool = SimpleNamespace(id=(0, len(name)))
+
+    def map(self, size: int, chunk: int = 0) -> None:
+        self.mapped = max(self.mapped, size)
+
+    def close(self) -> None:
+        self.mapped = 0
+
+
+class Native:
+    """What stands for torch's graph: it runs the step into the captured outputs."""
+
+    def __init__(self, graphs: ToyGraphs, size: int, handle: int) -> None:
+        self.graphs, self.size, self.handle = graphs, size, handle
+        self.outputs = {"y": torch.zeros(size, 4)}
+
+    def raw_cuda_graph(self) -> int:
+        return self.handle
+
+    def replay(self) -> None:
+        self.outputs["y"].copy_(self.graphs.step(self.size)["y"])
+
+
+class World:
+    """An engine whose two graphs were captured with a pretended driver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self.fake, self.graphs, self.path = FakeDriver(), ToyGraphs(), path
+        self.graphs.allocate()
+        self.seen = Seen()
+        data = cubin("linear")
+        self.seen.by_handle[0x500] = images.Loaded("elf", 0, len(data), data)
+        self.function = self.fake.function("linear", [(0, 8), (8, 8), (16, 8)], module=0x500)
+        self.captured = Captured()
+        self.offset = 0
+        for size in (4, 8):
+            self.captured.graphs[size] = Native(self.graphs, size, self.capture(size))
+        outputs = {size: graph.outputs for size, graph in self.captured.graphs.items()}
+        self.captured.outputs = outputs
+        places = [o["y"].data_ptr() for o in outputs.values()]
+        low = min(places)
+        pool = FakeRange("pool", low, max(places) + 8 * 16 - low)
+        self.workspace = torch.arange(16, dtype=torch.uint8)
+        owned = [*self.graphs.weights().values(), self.graphs.x, self.workspace, *(o["y"] for o in outputs.values())]
+        addresses = [tensor.data_ptr() for tensor in owned]
+        span = (min(addresses), max(addresses) + 1024)
+        self.ranges: Any = SimpleNamespace(
+            kv=FakeRange("kv"), static=FakeRange("static"), scratch=FakeRange("scratch"), pool=pool, span=span
+        )
+        self.ranges.all = (self.ranges.kv, self.ranges.static, self.ranges.scratch, pool)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        generator = SimpleNamespace(get_offset=lambda: self.offset)
+        monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        blocks = [{"size": 16, "state": "active_allocated"}, {"size": 512, "state": "inactive"}]
+        address = self.workspace.data_ptr()
+        return [
+            {"segment_pool_id": self.ranges.scratch.pool.id, "address": address, "blocks": blocks},
+            {"segment_pool_id": (9, 9), "address": 1, "blocks": blocks},
+        ]
+
+    def capture(self, size: int, *more: int) -> int:
+        graph = self.fake.graph()
+        words = [*more, self.graphs.x.data_ptr(), self.graphs.linear.weight.data_ptr(), size]
+        self.fake.kernel(graph, self.function, *(struct.pack("<Q", word) for word in words[:3]))
+        return graph
+
+    def weights(self) -> list[Owner]:
+        named = self.graphs.weights().items()
+        return [Owner(f"weight/{n}", t.data_ptr(), t.untyped_storage().nbytes()) for n, t in named]
+
+    def save(self) -> Saved:
+        facts = {"order": ["decode/4", "decode/8"], "kv": {"bytes": 4096, "largest": 16}}
+        return save(
+            self.path,
+            self.fake.cuda,
+            self.seen,
+            self.captured,
+            self.graphs,
+            self.ranges,
+            self.weights(),
+            facts,
+            "seed 0",
+        )
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+    return World(monkeypatch, tmp_path / "a.fergraph")
+
+
+def test_what_is_saved_is_restored_with_its_outputs(world: World) -> None:
+    saved = world.save()
+    assert (saved.kept, saved.refused, saved.nodes) == (["decode/4", "decode/8"], {}, 2)
+    archive = archives.read(world.path)
+    assert [(c.name, c.data) for c in archive.scratch] == [("scratch/0", bytes(range(16)))]
+    assert {c.name.rpartition("/")[2] for c in archive.probes} == {"x"}
+    world.workspace.zero_()
+    place(archive, world.fake.cuda, world.ranges)
+    assert world.workspace.tolist() == list(range(16))
+    world.fake.layouts["linear"] = FakeFunction("linear", [(0, 8), (8, 8), (16, 8)])
+    ready: dict[str, Any] = {}
+    restorer = Restorer(archive, world.fake.cuda, ready.__setitem__, order=archive.facts["order"], context=1)
+    restorer.run()
+    assert not restorer.progress.failed
+    assert list(restorer.progress.ready) == ["decode/4", "decode/8"]
+    for name, size in (("decode/4", 4), ("decode/8", 8)):
+        outputs = outputs_of(archive, name, "cpu", world.ranges)
+        assert outputs["y"].data_ptr() == world.captured.outputs[size]["y"].data_ptr()
+        replay: Callable[[], None] = world.captured.graphs[size].replay
+        with torch.inference_mode():
+            assert digests(world.graphs, size, replay, outputs) == archive.facts["golden"]["seed 0"][name]
+    restorer.abandon()
+    assert (world.fake.execs, world.fake.libraries) == ({}, {})
+
+
+def test_a_graph_that_draws_random_numbers_is_refused_alone(world: World) -> None:
+    graph = world.captured.graphs[8]
+    plain = graph.replay
+
+    def replay() -> None:
+        world.offset += 4
+        plain()
+
+    graph.replay = replay
+    saved = world.save()
+    assert (saved.kept, saved.refused) == (["decode/4"], {"decode/8": "uses random-number state"})
+    archive = archives.read(world.path)
+    assert [graph.name for graph in archive.tables.top()] == ["decode/4"]
+    assert not [content for content in archive.probes if "decode/8" in content.name]
+
+
+def test_a_graph_whose_replays_differ_has_no_digests(world: World) -> None:
+    graph, noise = world.captured.graphs[4], iter(range(100))
+    graph.replay = lambda: graph.outputs["y"].fill_(next(noise))
+    world.save()
+    golden = archives.read(world.path).facts["golden"]["seed 0"]
+    assert golden["decode/4"] == []
+    assert len(golden["decode/8"]) == 2
+
+
+def test_unowned_pointers_refuse_their_graph_alone(world: World) -> None:
+    foreign = 0x1234_0000_0000
+    world.fake.device_memory = [(foreign, 4)]
+    world.captured.graphs[8].handle = world.capture(8, foreign)
+    saved = world.save()
+    assert saved.kept == ["decode/4"]
+    assert "kernel linear, parameter 0 points to memory outside the arena" in saved.refused["decode/8"]
+
+
+def test_a_size_that_was_not_captured_is_said(world: World) -> None:
+    del world.captured.graphs[8], world.captured.outputs[8]
+    world.captured.troubles[8] = "CUDA out of memory"
+    assert world.save().refused == {"decode/8": "CUDA out of memory"}
+
+
+def test_other_addresses_are_refused_before_anything_is_mapped(world: World) -> None:
+    world.save()
+    archive = archives.read(world.path)
+    world.ranges.pool.address += 4096
+    with pytest.raises(MappingError, match="range pool lies"):
+        place(archive, world.fake.cuda, world.ranges)
+    assert world.ranges.pool.mapped == 0
+
+
+def test_an_output_outside_the_pool_is_never_read(world: World) -> None:
+    world.save()
+    archive = archives.read(world.path)
+    archive.facts["outputs"]["decode/4"]["y"]["address"] = 64
+    with pytest.raises(IntegrityError, match="outside the pool"):
+        outputs_of(archive, "decode/4", "cpu", world.ranges)
+
+
+def test_owners_name_tensors_by_storage(world: World) -> None:
+    assert [(o.name, o.address, o.size) for o in tensors(world.graphs)] == [
+        ("tensor/x", world.graphs.x.data_ptr(), world.graphs.x.nbytes)
+    ]
