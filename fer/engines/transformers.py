@@ -50,6 +50,7 @@ class TransformersEngine(Engine):
         trust_remote_code: let the folder's own Python files run.
 
     Attributes:
+        folder: absolute, with links followed when the engine was made.
         module: the model in use, after :meth:`adopt`.
         tokenizer: after :meth:`load_tokenizer`; None for a folder without one.
 
@@ -78,11 +79,12 @@ class TransformersEngine(Engine):
             raise OptionError(f"matmul={matmul!r} is not known", fix=f"Use auto, {', '.join(fp8.MATMULS)}")
         if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise OptionError(f"dtype={dtype!r} is not known", fix="Use auto or a torch type such as bfloat16")
-        self.folder = Path(folder)
         try:
-            (self.folder / "config.json").stat()
+            (Path(folder) / "config.json").stat()
         except OSError as error:
-            raise CheckpointError(f"{self.folder} is no model folder", why=f"config.json: {error.strerror}") from error
+            raise CheckpointError(f"{folder} is no model folder", why=f"config.json: {error.strerror}") from error
+        # The model carries its folder's name: every spelling of one folder must give the same module.
+        self.folder = Path(folder).resolve()
         self.device = device
         self.max_length = max_length
         self.revision = revision
@@ -292,7 +294,7 @@ class TransformersEngine(Engine):
         return EngineIdentity(
             engine="transformers",
             engine_version=metadata.version("transformers"),
-            model=str(self.folder.resolve()),
+            model=str(self.folder),
             revision=self.revision,
             architecture=pretrained.architecture_of(config),
             quantization=method,
