@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fer.engines import estimate, fp8, pretrained, ranks
+from fer.engines import estimate, fp8, pretrained, process, ranks
 from fer.engines.base import Engine, EngineIdentity, Ranks
 from fer.engines.quiet import quiet
 from fer.errors import CheckpointError, FerBug, OptionError, UsageError
@@ -110,7 +111,9 @@ class TransformersEngine(Engine):
     def identity(self) -> EngineIdentity:
         if self._identity is None:
             self._identity = self._describe()
-        return self._identity
+        # Not the state of the first call: what counts is how things are when the weights are made.
+        settings = {**self._identity.settings, "process": process.state()}
+        return dataclasses.replace(self._identity, settings=settings)
 
     def build(self) -> nn.Module:
         with quiet():
