@@ -15,6 +15,10 @@ from tests.support import zygote
 from tests.support.descriptors import leaked, open_descriptors
 from tests.support.processes import Children, kill_all_with
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: workers share the cores, and threads that wait for each other's turn spin.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _FOREIGN = ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "NOTIFY_SOCKET")
 
 

@@ -31,11 +31,11 @@ def run(runtime_dir: RuntimeDir = None) -> None:
 
 @app.command("stop")
 def stop(
-    force: Annotated[bool, typer.Option("--force", help="Stop even while engines hold leases.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Stop even while engines use or load weights.")] = False,
     runtime_dir: RuntimeDir = None,
     json: JsonFlag = False,
 ) -> None:
-    """Stop the keeper and free all that it holds. Refused while engines use its weights, unless forced.
+    """Stop the keeper and free all that it holds. Refused while engines use or load weights, unless forced.
 
     Engines that are running go on either way; after a forced stop their memory is freed when they end.
     """

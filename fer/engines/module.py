@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fer.engines import callables, ranks
+from fer.engines import callables, process, ranks
 from fer.engines.base import Engine, EngineIdentity, Ranks
-from fer.errors import FerBug
+from fer.errors import FerBug, OptionError
 from fer.weights import quantization as guard
 
 Builder = Callable[[], nn.Module]
@@ -35,8 +35,10 @@ class ModuleEngine(Engine):
 
     Part of the identity are the files that define builder and loader, the values they close over, are bound to or have
     as defaults, and the module-level values and local code that they read by name, with all that this reads in turn
-    (:mod:`fer.engines.callables`). What is only found while they run is not seen: environment variables, files other
-    than ``checkpoint``, imports inside functions, computed names. It must be named in ``settings`` or ``sources``.
+    (:mod:`fer.engines.callables`), and torch's default type and precision (:mod:`fer.engines.process`). What is only
+    found while they run is not seen: environment variables, files other than ``checkpoint``, imports inside functions,
+    computed names, random numbers, an attribute put into an installed module (``torch.nn.init.SCALE = 2``). It must be
+    named in ``settings`` or ``sources``.
 
     Args:
         builder, loader: see above. A loader that returns None has filled the module it was given.
@@ -60,6 +62,7 @@ class ModuleEngine(Engine):
 
     Raises:
         UsageError: a builder or loader has no source file, or depends on values that are no plain data.
+        OptionError: a name in ``settings`` is one that FER uses there itself.
     """
 
     def __init__(
@@ -99,6 +102,12 @@ class ModuleEngine(Engine):
             for role, function in (("builder", builder), ("loader", loader))
         }
         code = {path for function in (builder, loader) for path in callables.source_files(function)}
+        own: dict[str, Any] = {
+            "loader": callables.name(loader),
+            "evaluate": evaluate,
+            **{f"{role}.{key}": value for role, values in bound.items() for key, value in values.items()},
+        }
+        _reserved({*own, "process"}, settings or {})
         self._facts: dict[str, Any] = {
             "engine": "module",
             "engine_version": "1",
@@ -109,12 +118,7 @@ class ModuleEngine(Engine):
             "quantization_config": dict(quantization_config or {}),
             "dtype": dtype,
             "overrides": dict(overrides or {}),
-            "settings": {
-                **(settings or {}),
-                "loader": callables.name(loader),
-                "evaluate": evaluate,
-                **{f"{role}.{key}": value for role, values in bound.items() for key, value in values.items()},
-            },
+            "settings": {**(settings or {}), **own},
             "packages": ("torch", *packages),
             "sources": tuple(sorted({Path(path) for path in sources} | code)),
             "checkpoint": tuple(Path(path) for path in checkpoint),
@@ -130,7 +134,8 @@ class ModuleEngine(Engine):
         guard.check(self._facts["quantization"], self._facts["quantization_config"])
         if self._ranks is None:
             self._ranks = ranks.of_launch(self._axis, self.device)
-        return EngineIdentity(ranks=self._ranks, **self._facts)
+        settings = {**self._facts["settings"], "process": process.state()}
+        return EngineIdentity(ranks=self._ranks, **{**self._facts, "settings": settings})
 
     def build(self) -> nn.Module:
         with torch.device("meta"):
@@ -163,3 +168,8 @@ class ModuleEngine(Engine):
 
     def estimated_bytes(self) -> int:
         return super().estimated_bytes() if self._estimated_bytes is None else self._estimated_bytes
+
+
+def _reserved(taken: set[str], settings: Mapping[str, Any]) -> None:
+    for name in sorted(taken.intersection(settings)):
+        raise OptionError(f"settings={{{name!r}: ...}} is a name that FER uses itself", fix="Call it something else")

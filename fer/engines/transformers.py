@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fer.engines import estimate, fp8, pretrained, ranks
+from fer.engines import estimate, fp8, pretrained, process, ranks
 from fer.engines.base import Engine, EngineIdentity, Ranks
 from fer.engines.quiet import quiet
 from fer.errors import CheckpointError, FerBug, OptionError, UsageError
@@ -55,6 +56,7 @@ class TransformersEngine(Engine):
             without graphs. Of models whose layers all attend to everything.
 
     Attributes:
+        folder: absolute, with links followed when the engine was made.
         module: the model in use, after :meth:`adopt`.
         tokenizer: after :meth:`load_tokenizer`; None for a folder without one.
 
@@ -84,11 +86,12 @@ class TransformersEngine(Engine):
             raise OptionError(f"matmul={matmul!r} is not known", fix=f"Use auto, {', '.join(fp8.MATMULS)}")
         if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise OptionError(f"dtype={dtype!r} is not known", fix="Use auto or a torch type such as bfloat16")
-        self.folder = Path(folder)
         try:
-            (self.folder / "config.json").stat()
+            (Path(folder) / "config.json").stat()
         except OSError as error:
-            raise CheckpointError(f"{self.folder} is no model folder", why=f"config.json: {error.strerror}") from error
+            raise CheckpointError(f"{folder} is no model folder", why=f"config.json: {error.strerror}") from error
+        # The model carries its folder's name: every spelling of one folder must give the same module.
+        self.folder = Path(folder).resolve()
         self.device = device
         self.max_length = max_length
         self.revision = revision
@@ -118,7 +121,9 @@ class TransformersEngine(Engine):
     def identity(self) -> EngineIdentity:
         if self._identity is None:
             self._identity = self._describe()
-        return self._identity
+        # Not the state of the first call: what counts is how things are when the weights are made.
+        settings = {**self._identity.settings, "process": process.state()}
+        return dataclasses.replace(self._identity, settings=settings)
 
     def build(self) -> nn.Module:
         with quiet():
@@ -377,7 +382,7 @@ class TransformersEngine(Engine):
         return EngineIdentity(
             engine="transformers",
             engine_version=metadata.version("transformers"),
-            model=str(self.folder.resolve()),
+            model=str(self.folder),
             revision=self.revision,
             architecture=pretrained.architecture_of(config),
             quantization=method,

@@ -60,6 +60,7 @@ def test_ranks_of_a_module_engine_conform_together(tmp_path: Path) -> None:
     assert all(rank["tp_size"] == rank["local_size"] == 2 for rank in ranks)
 
 
+@pytest.mark.usefixtures("forked")
 def test_transformers_engine_conforms(tmp_path: Path) -> None:
     folder = models.llama(tmp_path / "llama", tied=True)
     check_engine(cases.transformers, _arguments(folder), probe=cases.transformers_outputs)

@@ -141,6 +141,21 @@ def test_an_edited_configuration_is_a_named_miss(
     assert engine.module.generation_config.eos_token_id == right.module.generation_config.eos_token_id
 
 
+def test_every_spelling_of_a_folder_is_one_model(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(llama)
+    monkeypatch.chdir(llama.parent)
+    spellings: list[str | Path] = [
+        llama,
+        str(llama),
+        tmp_path / "link",
+        llama.name,
+        f"./{llama.name}/",
+        llama / ".." / "llama",
+    ]
+    told = [fer.recover(TransformersEngine(spelling)).stages["weights"] for spelling in spellings]
+    assert [stage.path for stage in told] == ["loaded"] + ["attached"] * 5, [stage.why for stage in told]
+
+
 def test_a_configuration_that_changes_during_the_start_is_refused(llama: Path, tmp_path: Path) -> None:
     engine = TransformersEngine(models.with_config(llama, tmp_path / "model"))
     engine.identity()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +196,9 @@ def test_many_starts_and_kills_leave_everything_flat(children: Children, folder:
 
 
 def test_an_engine_ends_though_its_checkpoint_is_still_being_hashed(children: Children, folder: Path) -> None:
-    engine = children.fork("tests.support.digests_child", str(folder / "model-00001-of-00002.safetensors"))
-    assert engine.communicate(WAIT_S) == ("ends\n", "")
+    module, file = "tests.support.digests_child", folder / "model-00001-of-00002.safetensors"
+    engine = children.spawn([sys.executable, "-m", module, file])
+    assert engine.communicate(timeout=3 * WAIT_S) == ("ends\n", "")
     assert engine.returncode == 0
 
 

@@ -2,7 +2,7 @@
 
 ``fork("package.module", ...)`` gives what ``python -m package.module ...`` gives, with the imports already done. The
 zygote runs no torch operation itself: threads of a parallel one would be missing in its children, which then hang.
-What must see the start of an interpreter, or its imports, is started the plain way.
+What must see the start of an interpreter, its imports, or its very end is started the plain way.
 
 It ends with the process that started it, and its children end with it.
 """
@@ -22,10 +22,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 100.0
@@ -157,7 +158,7 @@ class Zygote:
         theirs: list[int] = []
         try:
             for name, kind in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
-                theirs.append(_end(name, kind, theirs, pipes))
+                theirs.append(_their_end(name, kind, theirs, pipes))
             status, their_status = os.pipe()
             theirs.append(their_status)
             request = {
@@ -215,7 +216,7 @@ class Zygote:
             )
 
 
-def _end(name: str, kind: Stream, earlier: list[int], pipes: dict[str, IO[str]]) -> int:
+def _their_end(name: str, kind: Stream, earlier: list[int], pipes: dict[str, IO[str]]) -> int:
     """The child's end of one of its standard streams; ours goes to ``pipes``."""
     if kind == subprocess.DEVNULL:
         return os.open(os.devnull, os.O_RDWR)
@@ -317,7 +318,6 @@ def _become(streams: list[int], environment: Mapping[str, str], parent: int) -> 
         os.close(stream)
     os.environ.clear()
     os.environ.update(environment)
-    atexit.register(gc.unfreeze)  # some libraries complain of what is never collected
 
 
 def _freeze() -> None:
@@ -333,13 +333,34 @@ def main() -> None:
         importlib.import_module(name)
     _freeze()
     request = _Server(sock).serve()
-    if request is not None:
-        _run(request["module"], request["arguments"])
+    if request is None:
+        os._exit(0)
+    sys.argv[1:] = request["arguments"]
+    _end(_run(request["module"]))
 
 
-def _run(module: str, arguments: list[str]) -> None:
-    sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+def _run(module: str) -> int:
+    """Run a module as the interpreter does; the exit status."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    """End as an interpreter does, but leave to the kernel what it would destroy at last: thousands of modules."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
 
 
 if __name__ == "__main__":
