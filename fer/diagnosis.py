@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fer import paths
 from fer.errors import FerError
 from fer.memory import driver, gpus
-from fer.options import Options
+from fer.options import KeeperOptions, Options
 
 if TYPE_CHECKING:
     from fer.weights.client import Status
@@ -129,7 +129,17 @@ def check_settings(machine: Machine) -> Iterator[Finding]:
     if isinstance(options, FerError):
         yield Finding("settings", "fail", str(options), options.fix)
         return
-    given = [f"{name}={getattr(options, name)} ({s})" for name, s in options.sources.items() if s != "default"]
+    try:
+        keeper = KeeperOptions.load(environ=machine.environ)
+    except FerError as error:  # a keeper would not start with them
+        yield Finding("settings", "fail", str(error), error.fix)
+        return
+    given = [
+        f"{prefix}{name}={getattr(found, name)} ({source})"
+        for prefix, found in (("", options), ("keeper.", keeper))
+        for name, source in found.sources.items()
+        if source != "default"
+    ]
     yield Finding("settings", "ok", ", ".join(given) or "all defaults")
 
 
@@ -208,6 +218,10 @@ def check_socket_directory(machine: Machine) -> Iterator[Finding]:
             fix = "Set FER_RUNTIME_DIR to a directory on this machine's own disk or in memory"
             yield Finding(name, "fail", f"it is on {kind}, which other machines share", fix)
             continue
+        if stopped := _takes_no_files(place):
+            fix = f"Make room for {place}, or set FER_RUNTIME_DIR to a directory that can be written"
+            yield Finding(name, "fail", f"no keeper could start in it: {stopped}", fix)
+            continue
         long = len(os.fsencode(place / paths.SOCKET)) > SOCKET_PATH_LIMIT
         note = ", longer than a socket's address and reached through its descriptor" if long else ""
         yield Finding(name, "ok", f"private, on {kind}{note}")
@@ -216,10 +230,20 @@ def check_socket_directory(machine: Machine) -> Iterator[Finding]:
 _REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "lustre", "gpfs", "beegfs", "9p"})
 
 
+def _takes_no_files(folder: Path) -> str:
+    """Why no file can be made in a folder, ``""`` where one can."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} is not writable"
+    there = os.statvfs(folder)
+    # Some file systems count no blocks or no files at all; root may use what is kept back for it.
+    full = (there.f_blocks and not there.f_bfree) or (there.f_files and not there.f_ffree)
+    return f"the file system of {folder} is full" if full else ""
+
+
 def _missing_directory(name: str, place: Path) -> Finding:
     parent = next((folder for folder in place.parents if folder.exists()), Path("/"))
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return Finding(name, "fail", f"it cannot be made: {parent} is not writable", "Set FER_RUNTIME_DIR")
+    if stopped := _takes_no_files(parent):
+        return Finding(name, "fail", f"it cannot be made: {stopped}", "Set FER_RUNTIME_DIR, or make room there")
     mode = parent.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         fix = f"chmod +t {parent}, or set FER_RUNTIME_DIR"
@@ -269,7 +293,7 @@ def check_keeper(machine: Machine) -> Iterator[Finding]:
 
     kept = machine.keeper
     if isinstance(kept, KeeperUnavailable):
-        yield Finding("keeper", "ok", "none runs; with mode=daemon the first start brings one up")
+        yield _no_answer(machine)
     elif isinstance(kept, FerError):
         yield Finding("keeper", "fail", f"{kept.what}: {kept.why}" if kept.why else kept.what, kept.fix)
     elif kept.protection == "none":
@@ -277,10 +301,29 @@ def check_keeper(machine: Machine) -> Iterator[Finding]:
         yield Finding("keeper", "warn", f"pid {kept.pid} runs unprotected: its death would lose the weights", fix)
     else:
         held = sum(edition.bytes for edition in kept.editions)
-        found = f"pid {kept.pid}, {len(kept.editions)} edition(s), {held / GIB:.1f} GiB, protected by {kept.protection}"
+        found = f"pid {kept.pid}, {len(kept.editions)} edition(s), {_size(held)}, protected by {kept.protection}"
         yield Finding("keeper", "ok", found)
         if kept.protection == "systemd":
             yield from _descriptor_store(kept.pid, machine.proc)
+
+
+def _no_answer(machine: Machine) -> Finding:
+    """None runs, or one holds the socket and does not answer."""
+    from fer.weights.keeper.start import keeper_pid, listens
+
+    for place in [machine.chosen_dir] if machine.chosen_dir else paths.runtime_dirs():
+        if not listens(place):
+            continue
+        pid = keeper_pid(place)
+        found = f"the keeper in {place} (pid {pid}) accepts connections and does not answer"
+        # Its minder, or systemd, has every descriptor and starts it again.
+        fix = f"Let it go on with `kill -CONT {pid}` if it was stopped, else end it with `kill -KILL {pid}`: "
+        return Finding("keeper", "fail", found, fix + "it comes back with what it holds where it is protected")
+    return Finding("keeper", "ok", "none runs; with mode=daemon the first start brings one up")
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"
 
 
 def _descriptor_store(pid: int, proc: Path) -> Iterator[Finding]:

@@ -63,7 +63,9 @@ def check_private(path: Path, *, owners: Collection[int] = ()) -> None:
     # lstat and no open: what counts is the name that connect() and bind() will walk through next, and nobody else
     # can exchange it where the directory above is ours or sticky.
     facts = os.lstat(path)
-    fix = f"Remove it, or set FER_RUNTIME_DIR to a directory of your own (mode 0700), not {path}."
+    fix = f"Set FER_RUNTIME_DIR to a directory of your own (mode 0700), not {path}."
+    if facts.st_uid == os.getuid():  # never advice to remove what belongs to somebody else
+        fix = f"Remove {path}, or set FER_RUNTIME_DIR to a directory of your own (mode 0700)."
     if not stat.S_ISDIR(facts.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(facts.st_mode) else "no directory"
         raise PeerRefused(f"{path} is {kind}", why="a keeper's directory must be a real one", fix=fix)

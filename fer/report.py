@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ PATHS = ("attached", "loaded", "published", "restored", "refused", "off", "absen
 """What can become of a stage; ``absent`` is one that this version does not have yet."""
 
 SCHEMA = 1
+BAR, ASCII_BAR = "█", "#"
 log = logging.getLogger("fer")
 
 
@@ -168,11 +170,14 @@ class Report:
         return next((f"{span.path}: {span.error}" for span in self.phases if span.error), "")
 
     def to_text(self) -> str:
-        """An aligned table of phases with their share of the total, and the stages' paths."""
+        """An aligned table of phases with their share of the total, and the stages' paths.
+
+        What ``sys.stdout`` cannot encode is written otherwise, so that the text can be printed everywhere.
+        """
         total = self.total_s or 1e-9
         rows = [("phase", "start s", "seconds", "share", "")]
         for span in self.phases:
-            bar = " " * round(span.start / total / 1e9 * 24) + "█" * max(1, round(span.seconds / total * 24))
+            bar = " " * round(span.start / total / 1e9 * 24) + BAR * max(1, round(span.seconds / total * 24))
             note = f"{bar:<25} failed: {span.error}" if span.error else bar
             rows.append(
                 (span.name, f"{span.start / 1e9:.3f}", f"{span.seconds:.3f}", _share(span.seconds, total), note)
@@ -180,9 +185,10 @@ class Report:
         if self.unaccounted_s >= 0.001:
             rows.append(("(between)", "", f"{self.unaccounted_s:.3f}", _share(self.unaccounted_s, total), ""))
         rows.append(("total", "", f"{self.total_s:.3f}", _share(self.total_s, total), ""))
-        rows.append(("all but weights", "", f"{self.the_26s:.3f}", _share(self.the_26s, total), "the 26 s"))
+        rows.append(("all but weights", "", f"{self.the_26s:.3f}", _share(self.the_26s, total), ""))
         lines = [self.label] if self.label else []
-        return "\n".join([*lines, _table(rows), *(str(stage) for stage in self.stages.values())])
+        text = "\n".join([*lines, _table(rows), *(str(stage) for stage in self.stages.values())])
+        return _printable(text, getattr(sys.stdout, "encoding", None) or "utf-8")
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data, schema :data:`SCHEMA`; times in ns since process start, sums in seconds."""
@@ -330,6 +336,14 @@ def _share(seconds: float, total: float) -> str:
 
 def _faster(before: float, after: float) -> str:
     return f"{before / after:.1f}x" if before >= 0.0005 and after >= 0.0005 else ""
+
+
+def _printable(text: str, encoding: str) -> str:
+    try:
+        BAR.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.replace(BAR, ASCII_BAR)
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

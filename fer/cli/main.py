@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated, Any
 
@@ -10,8 +11,8 @@ import typer
 from fer import __version__
 from fer.cli import demo, doctor, graphs, keeper, weights
 from fer.cli.exit_codes import TABLE
-from fer.cli.output import print_error
-from fer.errors import UsageError
+from fer.cli.output import StdoutLost, print_error, watch_stdout
+from fer.errors import FerError, UsageError
 
 EPILOG = "\n\n".join(["Exit codes:", *(f"{row.code}: {row.meaning}" for row in TABLE)])
 
@@ -60,6 +61,20 @@ def commands() -> list[str]:
 
 def main() -> None:
     """Entry point: runs the command that the arguments name and exits with one of the codes in ``exit_codes``."""
+    watch_stdout()
+    try:
+        try:
+            _run()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what cannot be written is to be known here, not while the interpreter ends
+    except StdoutLost as error:
+        if error.errno != errno.EPIPE:  # a reader that has seen enough is no mistake to speak of
+            print_error(FerError("the result cannot be written to stdout", why=error.strerror or ""), as_json=False)
+        sys.exit(1)
+
+
+def _run() -> None:
     if "--json" not in sys.argv[1:]:
         app(prog_name="fer")
         return

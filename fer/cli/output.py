@@ -7,8 +7,10 @@ exactly one object; an error is ``{"error": {"kind", "what", "why", "fix", "fiel
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
+import os
 import sys
 import time
 import traceback
@@ -58,8 +60,59 @@ def print_error(error: BaseException, as_json: bool) -> None:
     for label in ("why", "fix"):
         if described[label]:
             console.print(f"  [bold]{label}:[/] {escape(described[label])}", soft_wrap=True)
-    for holder in described.get("fields", {}).get("holders") or ():
-        console.print(f"  [bold]holder:[/] {escape(str(holder))}", soft_wrap=True)
+    for user in described.get("fields", {}).get("holders") or ():
+        console.print(f"  [bold]holder:[/] {escape(holder(user))}", soft_wrap=True)
+
+
+def holder(user: Any) -> str:
+    """A connected process for people, given as the keeper, an error's fields or a text describe it."""
+    if isinstance(user, str):
+        return user
+    pid, label = (user.get("pid"), user.get("label")) if isinstance(user, dict) else (user.pid, user.label)
+    return f"{label or 'process'} ({pid or 'in another PID namespace'})"
+
+
+class StdoutLost(OSError):
+    """What was printed could not be written, as where a disk is full or a reader has gone."""
+
+
+class Stdout(io.TextIOWrapper):
+    """Stdout that tells its own failures from those of other files; afterwards it takes everything and drops it."""
+
+    def write(self, text: str, /) -> int:
+        with self._named():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._named():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # What is left in the buffer would fail again while the interpreter ends.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            raise StdoutLost(error.errno, error.strerror) from error
+
+
+def watch_stdout() -> None:
+    """From now on a failure to print is a :class:`StdoutLost`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        old = sys.stdout
+        old.flush()
+        # Not old.buffer: two owners of one buffer would close it twice.
+        buffer: Any = open(old.fileno(), "wb", buffering=0 if old.write_through else -1, closefd=False)  # noqa: SIM115 - lives on
+        sys.stdout = Stdout(
+            buffer,
+            old.encoding,
+            old.errors,
+            line_buffering=old.line_buffering,
+            write_through=old.write_through,
+        )
 
 
 @contextlib.contextmanager
@@ -73,6 +126,8 @@ def guarded(as_json: bool = False) -> Iterator[None]:
     except FerError as error:
         print_error(error, as_json)
         raise typer.Exit(code_of(error)) from None
+    except StdoutLost:
+        raise  # fer.cli.main says so
     except Exception as error:
         if not as_json or type(error).__module__.startswith(("typer", "click")):
             raise

@@ -9,7 +9,7 @@ import typer
 
 from fer.cli.exit_codes import MISS
 from fer.cli.flags import Device, Html, Model, RuntimeDir, SlabBytes, Trace, Transport, Verify
-from fer.cli.output import JsonFlag, ago, emit, escape, guarded, place, size, table
+from fer.cli.output import JsonFlag, ago, emit, escape, guarded, holder, place, size, table
 from fer.cli.settings import settings
 
 if TYPE_CHECKING:
@@ -130,20 +130,26 @@ def evict(
         from fer.errors import UsageError
         from fer.weights.client import KeeperClient
 
-        if sum((edition is not None, gpu is not None, everything)) != 1:
-            raise UsageError("name what to evict", fix="Give exactly one of EDITION, --gpu and --all")
+        if chosen := sum((edition is not None, gpu is not None, everything)) - 1:
+            what = "name what to evict" if chosen < 0 else "too much is named at once"
+            raise UsageError(what, fix="Give exactly one of EDITION, --gpu and --all")
         options = settings(runtime_dir=runtime_dir)
         with KeeperClient.connect(options.runtime_dir, label="fer evict") as client:
             name = None if edition is None else full_name(client, edition)
             gone = client.evict(name, gpu=gpu)
+            left = [] if name else client.status().editions
+        used = [info for info in left if info.holders and gpu in (None, info.gpu)]
 
         def text(console: Console) -> None:
             for info in gone:
                 console.print(f"Evicted {info.edition[:12]}: {size(info.bytes)} freed on {info.gpu}")
             if not gone:
-                console.print("Nothing to evict.")
+                console.print("Nothing to evict: all that is kept is in use." if used else "Nothing to evict.")
+            for info in used:
+                users = escape(", ".join(holder(user) for user in info.holders))
+                console.print(f"Kept {info.edition[:12]}, {size(info.bytes)} on {info.gpu}: used by {users}")
 
-        emit(json, {"evicted": [plain(info) for info in gone]}, text)
+        emit(json, {"evicted": [plain(info) for info in gone], "in_use": [plain(info) for info in used]}, text)
 
 
 def full_name(client: KeeperClient, beginning: str) -> str:
@@ -164,11 +170,6 @@ def full_name(client: KeeperClient, beginning: str) -> str:
             fix="Give more of its name" if found else f"The keeper holds: {', '.join(names) or 'none'}",
         )
     return found[0]
-
-
-def holder(user: Any) -> str:
-    """One lease for people."""
-    return f"{user.label or 'process'} ({user.pid})"
 
 
 def model_of(fields: bytes) -> str:

@@ -127,12 +127,13 @@ class KeeperClient:
 
         Raises:
             KeeperUnavailable: none listens, or it did not answer. Field ``looked_in``.
-            PeerRefused: the directory, the socket or the process behind it is not the user's own.
+            PeerRefused: no place is left whose directory, socket and process behind it are the user's own.
             ProtocolError: the keeper speaks another version.
         """
         places = [runtime_dir] if runtime_dir is not None else paths.runtime_dirs()
         deadline = time.monotonic() + timeout
         why: list[str] = []
+        refusals: list[PeerRefused] = []
         for place in places:
             while True:
                 try:
@@ -142,6 +143,10 @@ class KeeperClient:
                     break
                 except OSError as error:
                     why.append(f"{place}: {error.strerror or error}")
+                    break
+                except PeerRefused as error:  # XDG_RUNTIME_DIR of another user, kept by su: ours may be the next place
+                    refusals.append(error)
+                    why.append(str(error))
                     break
                 client = cls(sock, place, timeout)
                 try:
@@ -157,6 +162,8 @@ class KeeperClient:
                 except BaseException:
                     client.close()
                     raise
+        if len(refusals) == len(places):
+            raise refusals[0]
         raise KeeperUnavailable(
             "no keeper listens",
             why="; ".join(why),

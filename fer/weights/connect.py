@@ -54,4 +54,6 @@ def _note(started: Started, looked_in: list[str]) -> str:
         return ""
     how = {"systemd-run": "in a unit of its own", "detached": "detached from this process"}[started.how]
     end = ", in this engine's cgroup: it will end with the engine's unit or container" if started.shares_cgroup else ""
-    return f"no keeper listened in {' or '.join(looked_in)}; one was started {how}{end}"
+    passed = f" (passed over: {started.passed_over})" if started.passed_over else ""
+    place = f" in {started.runtime_dir}" if passed or len(looked_in) > 1 else ""
+    return f"no keeper listened in {' or '.join(looked_in)}; one was started{place} {how}{end}{passed}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +56,42 @@ def test_a_mistake_in_the_arguments_is_an_object_too() -> None:
 @pytest.mark.parametrize("arguments", [["evict"], ["evict", "abc", "--all"], ["nonsense"], ["load"]])
 def test_mistakes_are_code_two(arguments: list[str]) -> None:
     assert fer(*arguments).code == 2
+
+
+def test_too_much_named_is_said_so() -> None:
+    assert "too much" in fer("evict", "--all", "--gpu", "x").err
+    assert "name what to evict" in fer("evict").err
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["status"], ["status", "--json"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_stdout_is_named_without_a_traceback(
+    children: Children, arguments: list[str], unbuffered: str
+) -> None:
+    if arguments[0] == "status":
+        start_keeper(children)
+    with open("/dev/full", "wb") as full:
+        command, env = [sys.executable, "-m", "fer", *arguments], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1
+    assert "error: the result cannot be written to stdout" in done.stderr
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "fer", "--version"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_bad_setting_is_refused_by_name(model: Path) -> None:
@@ -156,8 +194,12 @@ def test_a_leased_edition_is_neither_evicted_nor_stopped(children: Children, mod
             assert refused.json["error"]["kind"] == "LeasesStand"
             assert "an engine" in json.dumps(refused.json["error"]["fields"])
             text = fer(*command)
-            assert "an engine" in text.err
-        assert fer("evict", "--all", "--json").json == {"evicted": []}
+            assert f"holder: an engine ({os.getpid()})" in text.err
+        every = fer("evict", "--all", "--json")
+        assert (every.code, every.json["evicted"]) == (0, [])
+        assert [info["edition"] for info in every.json["in_use"]] == [kept.edition]
+        assert f"used by an engine ({os.getpid()})" in fer("evict", "--all").out
+        assert fer("evict", "--gpu", "GPU-other", "--json").json == {"evicted": [], "in_use": []}
         assert "an engine" in fer("status").out
         assert fer("keeper", "stop", "--force").code == 0
 

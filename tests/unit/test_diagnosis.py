@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from fer import diagnosis
 from fer.diagnosis import Finding, Machine, examine, file_system, uses_expandable_segments
 from fer.errors import DriverError, KeeperUnavailable, PeerRefused
 from fer.memory.gpus import Gpu
+from fer.weights.keeper import sockets
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 H200 = Gpu(uuid=UUID, pci_bus="0000:1b:00.0", index=0, name="NVIDIA H200", total=141 << 30, free=140 << 30)
@@ -150,6 +152,45 @@ def test_settings_name_their_source() -> None:
     assert found.found == "verify=full (FER_VERIFY)"
 
 
+@pytest.mark.parametrize("given", ["variable", "file"])
+def test_a_bad_setting_of_the_keeper_is_a_failure_that_names_it(tmp_path: Path, given: str) -> None:
+    (tmp_path / "fer.toml").write_text('[keeper]\nbudget_editions = "a"\n')
+    environ = {"FER_CONFIG": str(tmp_path / "fer.toml")} if given == "file" else {"FER_KEEPER_BUDGET_EDITIONS": "a"}
+    found = only(diagnosis.check_settings, machine(environ=environ))
+    assert found.level == "fail"
+    assert "budget_editions" in found.found.lower()
+    assert found.fix
+
+
+def test_settings_of_the_keeper_name_their_source() -> None:
+    found = only(diagnosis.check_settings, machine(environ={"FER_KEEPER_BUDGET_EDITIONS": "2"}))
+    assert (found.level, found.found) == ("ok", "keeper.budget_editions=2 (FER_KEEPER_BUDGET_EDITIONS)")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_full_file_system_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    place = tmp_path / "fer"
+    if there:
+        place.mkdir(mode=0o700)
+    facts = SimpleNamespace(f_blocks=100, f_bfree=0, f_files=100, f_ffree=50)
+    monkeypatch.setattr(os, "statvfs", lambda path: facts)
+    found = only(diagnosis.check_socket_directory, machine(runtime_dir=place))
+    assert (found.level, "is full" in found.found) == ("fail", True)
+    facts.f_blocks = facts.f_files = facts.f_ffree = 0  # one that counts neither
+    assert only(diagnosis.check_socket_directory, machine(runtime_dir=place)).level == "ok"
+
+
+def test_a_keeper_that_hangs_is_a_failure_that_names_it(runtime_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hung:
+        hung.bind(str(runtime_dir / "keeper.sock"))
+        hung.listen()
+        (runtime_dir / sockets.LOCK).write_text("4711")
+        found = only(diagnosis.check_keeper, machine())
+    assert found.level == "fail"
+    assert f"the keeper in {runtime_dir} (pid 4711)" in found.found
+    assert "kill -CONT 4711" in found.fix
+
+
 def test_socket_directories(tmp_path: Path) -> None:
     good, open_to_all, link = tmp_path / "good", tmp_path / "open", tmp_path / "link"
     good.mkdir(mode=0o700)
@@ -199,8 +240,8 @@ def test_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(diagnosis.check_open_files, machine()).level == "ok"
 
 
-def _kept(protection: str) -> SimpleNamespace:
-    return SimpleNamespace(pid=os.getpid(), protection=protection, editions=[SimpleNamespace(bytes=1 << 30)])
+def _kept(protection: str, size: int = 1 << 30) -> SimpleNamespace:
+    return SimpleNamespace(pid=os.getpid(), protection=protection, editions=[SimpleNamespace(bytes=size)])
 
 
 @pytest.mark.parametrize(
@@ -210,6 +251,7 @@ def _kept(protection: str) -> SimpleNamespace:
         (PeerRefused("it is a symbolic link"), "fail", "symbolic link"),
         (_kept("none"), "warn", "unprotected"),
         (_kept("minder"), "ok", "1.0 GiB, protected by minder"),
+        (_kept("minder", 32 << 20), "ok", "1 edition(s), 32.0 MiB, protected"),
     ],
 )
 def test_the_keeper_s_protection(keeper: Any, level: str, words: str) -> None:

@@ -43,7 +43,10 @@ def test_counts() -> None:
 def test_an_error_in_text_has_cause_remedy_and_holders(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended, output.guarded():
         raise LeasesStand(
-            "editions are in use", why="engines run", fix="Stop them", holders=["engine (12)", "[red]x (13)"]
+            "editions are in use",
+            why="engines run",
+            fix="Stop them",
+            holders=["engine (12)", {"pid": 13, "label": "[red]x"}],
         )
     assert ended.value.exit_code == 5
     said = capsys.readouterr()

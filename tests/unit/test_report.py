@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -200,6 +201,19 @@ def test_the_table_is_aligned_and_complete(cold: Report) -> None:
     assert lines[-1] == 'stage=weights path=published why="no edition fits" bytes=123'
     column = lines[1].index("share") + len("share")
     assert all(line[column - 1] == "%" for line in lines[3:-1])
+
+
+@pytest.mark.parametrize(("encoding", "bar", "word"), [("ascii", "####", "\\xe4"), ("utf-8", "████", "ä")])
+def test_the_table_can_be_printed_whatever_stdout_encodes(
+    cold: Report, monkeypatch: pytest.MonkeyPatch, encoding: str, bar: str, word: str
+) -> None:
+    cold.stage("kernels", "refused", "Kernel fällt aus")
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding, write_through=True))
+    print(cold.to_text())
+    text = written.getvalue().decode(encoding)
+    assert bar in text
+    assert f"Kernel f{word}llt aus" in text
 
 
 def test_two_starts_side_by_side(cold: Report) -> None:

@@ -46,7 +46,7 @@ def _start(given: argparse.Namespace) -> int:
     from fer.errors import FerError
     from fer.options import Options
     from fer.weights.keeper.process import settings_file
-    from fer.weights.keeper.sockets import default_dir
+    from fer.weights.keeper.sockets import choose_dir
 
     try:
         chosen = Options.load(runtime_dir=given.runtime_dir).runtime_dir
@@ -54,16 +54,20 @@ def _start(given: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     os.environ.update(settings_file())  # for its table [keeper], which is read after a detached keeper left this folder
-    directory = (chosen or default_dir()).expanduser().absolute()
+    try:
+        directory, passed_over = choose_dir(chosen)
+    except FerError as error:
+        print(error, file=sys.stderr)
+        return 3
+    if passed_over:
+        print(f"passed over: {passed_over}", file=sys.stderr)
     if given.detach:
-        from fer import paths
         from fer.weights.keeper.process import detach
 
         try:
-            paths.ensure_private(directory)
             if not detach(directory / "keeper.log"):
                 return 0
-        except (FerError, OSError) as error:
+        except OSError as error:
             print(error, file=sys.stderr)
             return 3
     if given.store == "systemd" or (given.store == "auto" and os.environ.get("FDSTORE", "0") != "0"):

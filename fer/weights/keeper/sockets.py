@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -9,7 +10,7 @@ import stat
 from pathlib import Path
 
 from fer import paths
-from fer.errors import KeeperError, PeerRefused
+from fer.errors import FerError, KeeperError, KeeperUnavailable, PeerRefused
 from fer.memory import fdpass
 from fer.memory.fd import Fd
 
@@ -17,24 +18,59 @@ LOCK = "keeper.lock"
 BACKLOG = 512
 
 
-def default_dir() -> Path:
-    """Where a keeper goes by default: the first place whose parent exists."""
-    places = paths.runtime_dirs()
-    return next((place for place in places if place.parent.is_dir()), places[-1])
+def choose_dir(chosen: Path | None = None) -> tuple[Path, str]:
+    """The directory a keeper goes to, made private, and what was wrong with the places before it (``""``: nothing).
+
+    Args:
+        chosen: the only place that counts; by default the first usable one of :func:`fer.paths.runtime_dirs`.
+
+    Raises:
+        PeerRefused: the only place there is belongs to somebody else or is open to others.
+        KeeperUnavailable: none can be made or written. Field ``looked_in``.
+    """
+    places = [place.expanduser().absolute() for place in ([chosen] if chosen else paths.runtime_dirs())]
+    wrong: list[str] = []
+    for place in places:
+        try:
+            # One of several has to lie in a directory that is there: nobody asked for a /run/user/UID of our making.
+            if len(places) > 1 and not os.path.isdir(place.parent):
+                raise FileNotFoundError(errno.ENOENT, f"{place.parent} is no directory that can be reached")
+            paths.ensure_private(place)
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "it cannot be written")
+        except OSError as error:
+            wrong.append(f"{place}: {error.strerror or error}")
+        except FerError as error:
+            if len(places) == 1:
+                raise
+            wrong.append(str(error))
+        else:
+            return place, "; ".join(wrong)
+    raise KeeperUnavailable(
+        f"no keeper can be started in {' or '.join(map(str, places))}",
+        why="; ".join(wrong),
+        fix="Set FER_RUNTIME_DIR to a directory that can be written.",
+        looked_in=[str(place) for place in places],
+    )
 
 
 def lock(directory: Path) -> Fd:
     """Become the directory's only keeper. The lock belongs to the open file, so it survives us in the fd store.
 
     Raises:
-        KeeperError: another keeper has it.
+        KeeperError: another keeper has it, or the file cannot be made.
         PeerRefused: the lock file is not our own.
     """
     path = directory / LOCK
     try:
         fd = Fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     except OSError as error:
-        raise PeerRefused(f"{path} cannot be opened", why=error.strerror or "", fix=f"Remove {path}.") from error
+        if error.errno == errno.ELOOP:
+            raise PeerRefused(
+                f"{path} is a symbolic link", why="a lock must be a file", fix=f"Remove {path}."
+            ) from error
+        fix = "Set FER_RUNTIME_DIR to a directory that can be written."
+        raise KeeperError(f"{path} cannot be opened", why=error.strerror or str(error), fix=fix) from error
     try:
         fcntl.flock(fd.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -44,37 +44,30 @@ class Started:
         pid: the keeper's process.
         runtime_dir: where it listens.
         shares_cgroup: it is in this process's cgroup, and so ends with its unit or container.
+        passed_over: preferred directories that cannot be used, with the reason; ``""`` where there were none.
     """
 
     how: Literal["running", "systemd-run", "detached"]
     pid: int
     runtime_dir: Path
     shares_cgroup: bool
+    passed_over: str = ""
 
 
 def start_keeper(runtime_dir: Path | None = None, *, unit: bool = True, timeout: float = 15.0) -> Started:
-    """Have a keeper listen in a runtime directory; two callers at once end with one keeper.
+    """Have a keeper listen in a runtime directory, by default the first that can be used; callers at once get one.
 
     Args:
         unit: try a transient unit of the user's service manager first.
         timeout: seconds it has to listen.
 
     Raises:
-        KeeperUnavailable: it did not come up; the message quotes its log.
+        KeeperUnavailable: it did not come up, the message quotes its log; or it has no directory to go to.
         PeerRefused: the directory is not this user's own.
     """
-    directory = (runtime_dir or sockets.default_dir()).expanduser().absolute()
-    try:
-        paths.ensure_private(directory)
-    except OSError as error:
-        raise KeeperUnavailable(
-            f"no keeper can be started in {directory}",
-            why=error.strerror or str(error),
-            fix="Set FER_RUNTIME_DIR to a directory that can be written.",
-            looked_in=[str(directory)],
-        ) from error
+    directory, passed_over = sockets.choose_dir(runtime_dir)
     if listens(directory):
-        return _started("running", directory)
+        return _started("running", directory, passed_over)
     deadline = time.monotonic() + timeout
     how: Literal["systemd-run", "detached"] = "systemd-run"
     if not (unit and _run_unit(directory)):
@@ -84,7 +77,7 @@ def start_keeper(runtime_dir: Path | None = None, *, unit: bool = True, timeout:
         if time.monotonic() >= deadline:
             raise _not_up(directory, timeout)
         time.sleep(0.005)
-    return _started(how, directory)
+    return _started(how, directory, passed_over)
 
 
 def listens(directory: Path) -> bool:
@@ -145,9 +138,9 @@ def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]
     )
 
 
-def _started(how: Literal["running", "systemd-run", "detached"], directory: Path) -> Started:
+def _started(how: Literal["running", "systemd-run", "detached"], directory: Path, passed_over: str) -> Started:
     pid = keeper_pid(directory)
-    return Started(how=how, pid=pid, runtime_dir=directory, shares_cgroup=shares_cgroup(pid))
+    return Started(how=how, pid=pid, runtime_dir=directory, shares_cgroup=shares_cgroup(pid), passed_over=passed_over)
 
 
 def keeper_pid(directory: Path) -> int:

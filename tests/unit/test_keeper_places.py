@@ -1,0 +1,92 @@
+"""Which directory a keeper goes to, and whether it is still its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fer import paths
+from fer.errors import KeeperError, KeeperUnavailable, PeerRefused
+from fer.options import Options
+from fer.weights.client import KeeperClient
+from fer.weights.connect import connect
+from fer.weights.keeper import sockets
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Four candidates, only the last of which can be used: no parent, a parent that is a file, a link, a directory."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path)
+    made = [tmp_path / "missing" / "fer", tmp_path / "file" / "fer", tmp_path / "link", tmp_path / "good"]
+    monkeypatch.setattr(paths, "runtime_dirs", lambda: made)
+    return made
+
+
+def test_the_first_usable_place_is_taken_and_the_others_are_named(places: list[Path]) -> None:
+    directory, passed_over = sockets.choose_dir()
+    assert directory == places[-1]
+    assert directory.stat().st_mode & 0o777 == 0o700
+    for place in places[:-1]:
+        assert str(place) in passed_over
+    assert not places[0].parent.exists()
+
+
+def test_without_a_usable_place_all_are_named(places: list[Path]) -> None:
+    places.pop()
+    with pytest.raises(KeeperUnavailable) as caught:
+        sockets.choose_dir()
+    for place in places:
+        assert str(place) in str(caught.value)
+    assert caught.value.fields["looked_in"] == [str(place) for place in places]
+
+
+@pytest.mark.parametrize("chosen", ["/proc/fer", "/proc/fer/deep", "/dev/null/fer"])
+def test_a_chosen_place_that_cannot_be_made_is_unavailable(chosen: str) -> None:
+    with pytest.raises(KeeperUnavailable, match=chosen):
+        sockets.choose_dir(Path(chosen))
+
+
+def test_a_chosen_place_that_is_not_private_is_refused(places: list[Path]) -> None:
+    with pytest.raises(PeerRefused, match="symbolic link"):
+        sockets.choose_dir(places[2])
+
+
+def test_an_engine_starts_its_keeper_in_the_next_place(places: list[Path]) -> None:
+    client, note = connect(Options(), label="test")
+    assert client is not None, note
+    with client:
+        assert client.runtime_dir == places[-1]
+        assert f"started in {places[-1]}" in note
+        assert f"passed over: {places[0]}" in note
+        with KeeperClient.connect() as other:
+            other.stop()
+
+
+def test_a_client_passes_over_a_place_that_is_not_private(places: list[Path]) -> None:
+    with pytest.raises(KeeperUnavailable, match="symbolic link"):
+        KeeperClient.connect()
+    places[:] = [places[2]]
+    with pytest.raises(PeerRefused, match="symbolic link"):
+        KeeperClient.connect()
+
+
+def test_a_lock_that_cannot_be_opened_is_told_apart_from_a_link(tmp_path: Path) -> None:
+    (tmp_path / sockets.LOCK).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PeerRefused, match="symbolic link"):
+        sockets.lock(tmp_path)
+    with pytest.raises(KeeperError, match="No such file"):
+        sockets.lock(tmp_path / "missing")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_nobody_is_told_to_remove_what_is_anothers(tmp_path: Path) -> None:
+    place = tmp_path / "fer"
+    place.mkdir(mode=0o700)
+    os.chown(place, 65534, 65534)
+    with pytest.raises(PeerRefused) as caught:
+        paths.check_private(place)
+    assert "Remove" not in caught.value.fix
+    assert "FER_RUNTIME_DIR" in caught.value.fix
