@@ -269,6 +269,9 @@ class KeeperOptions(_Settings):
     budget_bytes: int | None = _setting(
         None, "bytes that editions without a lease may hold on each GPU, none: no limit", _optional_bytes
     )
+    grace_s: float = _setting(
+        300.0, "seconds after its last lease in which the budget neither counts nor evicts an edition", _seconds
+    )
     allow_uids: tuple[int, ...] = _setting((), "user ids that may connect beside the keeper's own", _counts)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
