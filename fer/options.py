@@ -324,6 +324,10 @@ def _read_file(environ: Mapping[str, str]) -> tuple[Path | None, dict[str, dict[
         if not isinstance(table, dict):
             raise OptionError(f"{path}: {cls._table} must be a table", fix=f"Write [{cls._table}]")
         _refuse_unknown(table, {setting.name for setting in cls.settings()}, f"{path}: {cls._table} key")
+        # Here and not only where the table is used: a keeper that is started unseen would be the first to tell.
+        for setting in cls.settings():
+            if setting.name in table:
+                _parsed(setting, table[setting.name], f"{path}: {cls._table} key {setting.name}")
         content[cls._table] = table
     top = {setting.name for setting in Options.settings()}
     _refuse_unknown(document, top | {cls._table for cls in CLASSES if cls._table}, f"{path}: key")
