@@ -269,6 +269,9 @@ class KeeperOptions(_Settings):
     budget_bytes: int | None = _setting(
         None, "bytes that editions without a lease may hold on each GPU, none: no limit", _optional_bytes
     )
+    grace_s: float = _setting(
+        300.0, "seconds after its last lease in which the budget neither counts nor evicts an edition", _seconds
+    )
     allow_uids: tuple[int, ...] = _setting((), "user ids that may connect beside the keeper's own", _counts)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
@@ -321,6 +324,10 @@ def _read_file(environ: Mapping[str, str]) -> tuple[Path | None, dict[str, dict[
         if not isinstance(table, dict):
             raise OptionError(f"{path}: {cls._table} must be a table", fix=f"Write [{cls._table}]")
         _refuse_unknown(table, {setting.name for setting in cls.settings()}, f"{path}: {cls._table} key")
+        # Here and not only where the table is used: a keeper that is started unseen would be the first to tell.
+        for setting in cls.settings():
+            if setting.name in table:
+                _parsed(setting, table[setting.name], f"{path}: {cls._table} key {setting.name}")
         content[cls._table] = table
     top = {setting.name for setting in Options.settings()}
     _refuse_unknown(document, top | {cls._table for cls in CLASSES if cls._table}, f"{path}: key")

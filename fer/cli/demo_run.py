@@ -250,10 +250,15 @@ def _check(starts: list[EngineStart]) -> None:
 def _demonstration_model(home: Path) -> Path:
     """Written in a process of its own: this one stays light, and may be interrupted at any moment."""
     program = """if True:
-        import sys
+        import json, sys
         from pathlib import Path
         from fer.engines.demo_model import smollm2
-        print(smollm2(Path(sys.argv[1])))
+        from fer.errors import FerError
+        try:
+            made = {"folder": str(smollm2(Path(sys.argv[1])))}
+        except FerError as error:
+            made = {"error": error.to_dict()}
+        print(json.dumps(made))
     """
     done = subprocess.run([sys.executable, "-c", program, str(home)], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -262,4 +267,7 @@ def _demonstration_model(home: Path) -> Path:
             why=done.stderr.strip().rpartition("\n")[2],
             fix="Install what it needs with scripts/install, or give --model a Hugging Face folder",
         )
-    return Path(done.stdout.splitlines()[-1])
+    made = json.loads(done.stdout.splitlines()[-1])
+    if "error" in made:
+        raise from_dict(made["error"])
+    return Path(made["folder"])

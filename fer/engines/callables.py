@@ -3,27 +3,24 @@
 Seen are values that it closes over, is bound to or has as defaults, module-level values and code that it reads by
 name, and the same again of every local function and class among these (:mod:`fer.engines.reads` says what local is).
 Not seen is what is only found while it runs: ``getattr`` with a computed name, ``import`` inside a function, module
-values that change after the engine was made, files and environment variables.
+values that change after the engine was made, files and environment variables. Not seen either is what a program puts
+into installed modules and classes (``torch.nn.init.SCALE = 2``): these are taken for what their version says.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextvars
-import dataclasses
-import enum
 import functools
 import inspect
 import logging
-import re
 import threading
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from fer.engines import reads
+from fer.engines import reads, values
 from fer.errors import UsageError
 
 Function = Callable[..., Any]
@@ -33,7 +30,7 @@ def name(function: Function) -> str:
     """``module:qualified.name`` of a function, class, partial or callable object."""
     function = _unwrap(function)
     owner = function if hasattr(function, "__qualname__") else type(function)
-    return f"{owner.__module__}:{owner.__qualname__}"
+    return values.type_name(owner)
 
 
 def source_files(function: Function) -> set[Path]:
@@ -58,16 +55,17 @@ def bound_values(function: Function, *, strict: bool) -> dict[str, Any]:
     Raises:
         UsageError: naming the value, where ``strict``.
     """
-    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for part in _parts(function, partials=True):
         for key, value in _dependencies(part).items():
             if isinstance(value, _INERT):
                 continue
+            where = _free(found, name(part), key)
             if callable(value):
-                values[f"{name(part)}.{key}"] = name(value)
+                found[where] = values.named(value)
                 continue
             try:
-                values[f"{name(part)}.{key}"] = _plain(value)
+                found[where] = values.plain(value)
             except TypeError as error:
                 if strict:
                     raise UsageError(
@@ -75,7 +73,16 @@ def bound_values(function: Function, *, strict: bool) -> dict[str, Any]:
                         why=str(error),
                         fix="Bind plain values only, or say in settings= what decides the weights",
                     ) from None
-    return values
+    return found
+
+
+def _free(taken: Mapping[str, Any], owner: str, key: str) -> str:
+    """A name of its own for each value: two partials of one function have the same names for what they bind."""
+    where, number = f"{owner}.{key}", 1
+    while where in taken:
+        number += 1
+        where = f"{owner}#{number}.{key}"
+    return where
 
 
 _INERT: tuple[type, ...] = (
@@ -102,21 +109,21 @@ def _parts(function: Function, *, partials: bool = False, seen: set[int] | None 
     inner = [function.func] if isinstance(function, functools.partial) else []
     for value in [*inner, *_bound(function).values()]:
         for found in _callables(value):
-            yield from _parts(found, partials=partials, seen=seen)
+            if getattr(found, "__module__", "") != "builtins" or not inspect.isclass(found):  # int has no file
+                yield from _parts(found, partials=partials, seen=seen)
     for value in _read(function).values():
         for found in _callables(value):
             if _followed(found):
                 yield from _parts(found, partials=partials, seen=seen)
 
 
-def _callables(value: Any) -> Iterator[Function]:
-    """``value`` where it is callable, and the callables in a container."""
+def _callables(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Function]:
+    """``value`` where it is callable, the callables in a container or record, and the local classes of records."""
     if callable(value):
         yield value
-    elif isinstance(value, Mapping):
-        yield from (found for item in value.values() for found in _callables(item))
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from (found for item in value for found in _callables(item))
+    elif id(value) not in above:
+        for inner in values.children(value):
+            yield from _callables(inner, above | {id(value)})
 
 
 def _followed(found: Any) -> bool:
@@ -171,7 +178,16 @@ def _filled(cell: Any) -> bool:
 
 
 def _fields(owner: Any) -> dict[str, Any]:
-    return {} if inspect.isclass(owner) or inspect.ismodule(owner) else dict(getattr(owner, "__dict__", {}))
+    if inspect.isclass(owner) or inspect.ismodule(owner):
+        return {}
+    return {**_slots(owner), **getattr(owner, "__dict__", {})}
+
+
+def _slots(owner: Any) -> dict[str, Any]:
+    """Values in the slots that local classes declare."""
+    kinds = [kind for kind in type(owner).__mro__ if reads.local(kind)]
+    slots = [item for kind in kinds for item in vars(kind).items() if inspect.ismemberdescriptor(item[1])]
+    return {name: descriptor.__get__(owner) for name, descriptor in slots if hasattr(owner, name)}
 
 
 def _source_file(function: Function) -> Path:
@@ -189,30 +205,3 @@ def _source_file(function: Function) -> Path:
             fix="Define it in a file, not in an interactive session",
         )
     return Path(file).resolve()
-
-
-def _plain(value: Any) -> Any:
-    """``value`` as data that compares equal between processes; TypeError otherwise."""
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__qualname__}.{value.name}"
-    if type(value).__module__ == "torch" and type(value).__name__ in {"dtype", "device", "Size", "layout"}:
-        return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        return _plain(vars(value))
-    if isinstance(value, re.Pattern):
-        return [_plain(value.pattern), value.flags]
-    if callable(value):
-        return name(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(item) for item in value), key=repr)
-    raise TypeError(f"a value of type {type(value).__module__}.{type(value).__qualname__} is no plain data")

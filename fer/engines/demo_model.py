@@ -6,15 +6,17 @@ sharded safetensors folder, so that everything after this runs on the format tha
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from fer.engines.quiet import quiet
-from fer.errors import UsageError
+from fer.errors import FerError, ResourceError, UsageError
 
 NAME = "smollm2-135m-instruct-bf16"
 SHARD = "100MB"
@@ -46,8 +48,31 @@ def smollm2(home: Path) -> Path:
     Concurrent callers wait for the first; one that is killed half-way leaves nothing that a later call would use.
 
     Raises:
-        UsageError: a package that is needed for the first call is missing.
+        UsageError: a package that is needed for the first call is missing, or ``home`` may not be written.
+        ResourceError: the disk is full.
     """
+    try:
+        return _smollm2(home)
+    except Exception as error:
+        # Safetensors writes in Rust: what the system said is only in its text.
+        told = re.search(r"os error (\d+)", str(error))
+        code = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+        if code is None:
+            raise
+        raise _unwritten(home, code) from error
+
+
+def _unwritten(home: Path, code: int) -> FerError:
+    full = code in (errno.ENOSPC, errno.EDQUOT)
+    return (ResourceError if full else UsageError)(
+        f"the demo's weights could not be written under {home}",
+        why=os.strerror(code),
+        fix=("Free 300 MB there, or name" if full else "Name") + " another folder with --home or FER_HOME",
+        path=str(home),
+    )
+
+
+def _smollm2(home: Path) -> Path:
     from filelock import FileLock
 
     parent = Path(home) / "models"

@@ -22,6 +22,15 @@ from fer.weights.shards import read_header
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
+_TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
+_COMPLETE = "Name a complete Hugging Face folder, or bring this one's files anew"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -68,22 +77,65 @@ def compared_config(folder: Path) -> dict[str, Any]:
 def _json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read", why=str(error), fix="Name a Hugging Face folder") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read", why=_first_line(error), fix=_COMPLETE) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object", fix="Name a Hugging Face folder")
+        raise CheckpointError(f"{path} holds no JSON object", fix=_COMPLETE)
     return content
 
 
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
+def architectures(folder: Path) -> list[str]:
+    """Names of model classes, as ``config.json`` has them.
+
+    Raises:
+        CheckpointError: it is missing or no JSON object, or has something else there.
+    """
+    named = raw_config(folder).get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise CheckpointError(f"{folder / 'config.json'} has architectures that are no list of names", fix=_COMPLETE)
+    return named
+
+
+def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The folder's tokenizer, by ``AutoTokenizer``.
+
+    Raises:
+        CheckpointError: naming the file, where one is no JSON object.
+    """
+    try:
+        return _hub().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except ImportError:
+        raise  # a package is missing, and the message says which
+    # Of a damaged file, each of the tokenizers' libraries raises something else, the one in Rust plain Exception.
+    except Exception as error:
+        for path in (folder / name for name in _TOKENIZER_FILES):
+            if path.exists():
+                _json_object(path)
+        raise CheckpointError(
+            f"Transformers cannot make a tokenizer of {folder}", why=_first_line(error), fix=_COMPLETE
+        ) from error
+
+
 def config_of(folder: Path, overrides: Mapping[str, Any], *, trust_remote_code: bool = False) -> Any:
-    """The model's configuration with fields overridden; Transformers' class for it."""
+    """The model's configuration with fields overridden; Transformers' class for it.
+
+    Raises:
+        CheckpointError: Transformers refuses it.
+    """
     try:
         return _hub().AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code, **copy.deepcopy(dict(overrides))
         )
-    except (OSError, ValueError, KeyError) as error:
+    except ImportError:
+        raise  # a package is missing, and the message says which
+    # Each model's configuration checks its fields, or stumbles over them, in its own way.
+    except Exception as error:
         raise CheckpointError(
-            f"Transformers does not understand the configuration of {folder}", why=str(error).splitlines()[0]
+            f"Transformers does not understand {folder / 'config.json'}", why=_first_line(error), fix=_COMPLETE
         ) from error
 
 

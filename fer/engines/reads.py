@@ -7,9 +7,11 @@ metadata tells. FER's own code is not local either, since its version is part of
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD"}
+_SUNDER = re.compile(r"_[^_].*_$")
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -63,6 +66,8 @@ def members(owner: type) -> dict[str, Any]:
     for kind in reversed(owner.__mro__):
         if local(kind):
             found |= {name: _plain_function(value) for name, value in vars(kind).items() if _own(name, value)}
+    if issubclass(owner, enum.Enum):  # one table of all members, and books about it
+        found = {name: value for name, value in found.items() if name == "_member_map_" or not _SUNDER.match(name)}
     return found
 
 

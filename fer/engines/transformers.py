@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
@@ -156,19 +155,15 @@ class TransformersEngine(Engine):
 
         # Transformers imports each class when its name is asked for; one from the folder's own code is not among them.
         # The architecture is read from the file: identity() would settle the ranks before there are process groups.
-        named = json.loads((self.folder / "config.json").read_bytes()).get("architectures") or []
+        named = pretrained.architectures(self.folder)
         for name in ("AutoTokenizer", "AutoModelForCausalLM", "StaticCache", *named):
-            getattr(transformers, str(name), None)
+            getattr(transformers, name, None)
 
     def load_tokenizer(self) -> None:
         if not any(path for pattern in ("*token*", "vocab*", "*.tiktoken") for path in self.folder.glob(pattern)):
             return  # such a model is spoken to in token ids
-        from transformers import AutoTokenizer
-
         with quiet():
-            self.tokenizer = AutoTokenizer.from_pretrained(
-                self.folder, local_files_only=True, trust_remote_code=self.trust_remote_code
-            )
+            self.tokenizer = pretrained.tokenizer_of(self.folder, trust_remote_code=self.trust_remote_code)
 
     def init_distributed(self) -> None:
         if self.tensor_parallel:

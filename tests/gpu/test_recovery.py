@@ -65,7 +65,9 @@ def test_legacy_ipc_lives_as_long_as_its_exporter(children: Children, folder: Pa
 
 
 def test_no_room_for_a_slab_leaves_the_engine_serving(children: Children, folder: Path) -> None:
-    row = start(children, folder, fault={"at": "move", "when": "before", "do": "fill-gpu"}).result()
+    full = start(children, folder, fault={"at": "move", "when": "before", "do": "fill-gpu"})
+    row = full.result()
+    full.kill()
     assert row["fired"]
     assert row["path"] == "loaded"
     assert not row["details"]["published"]

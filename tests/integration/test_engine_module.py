@@ -89,7 +89,7 @@ def test_sources_and_bound_values_are_part_of_the_identity(tmp_path: Path) -> No
 
     assert 8 in settings(ModuleEngine(closed, load)).values()
     bound = ModuleEngine(Plan(8, torch.float64).build, load)
-    assert "torch.float64" in settings(bound).values() and 8 in settings(bound).values()
+    assert {"torch.dtype": "torch.float64"} in settings(bound).values() and 8 in settings(bound).values()
     assert callables.name(Plan(8).build).endswith(":Plan.build")
 
 

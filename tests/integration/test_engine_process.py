@@ -21,9 +21,13 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture(autouse=True)
 def unchanged() -> Iterator[None]:
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    precisions = [backend.fp32_precision for backend in backends]
     yield
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision(precision)
+    for backend, precision in zip(backends, precisions, strict=True):  # which the older interface does not reset
+        backend.fp32_precision = precision
     torch.use_deterministic_algorithms(False)
 
 

@@ -240,6 +240,37 @@ def test_bad_folders_and_arguments_are_refused_by_name(llama: Path, tmp_path: Pa
         TransformersEngine(truncated).identity()
 
 
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "", '{"architectures": 3}', '{"architectures": [3]}', "\xff", "[" * 100_000]
+)
+def test_a_damaged_configuration_is_refused_by_name_at_each_step(llama: Path, tmp_path: Path, text: str) -> None:
+    folder = models.with_config(llama, tmp_path / "model")
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    engine = TransformersEngine(folder)
+    for call in (engine.import_code, engine.identity, lambda: fer.recover(engine)):
+        with pytest.raises(CheckpointError, match=r"model/config\.json"):
+            call()
+
+
+@pytest.mark.parametrize("fields", [{"hidden_size": "wide"}, {"num_hidden_layers": []}, {"rope_parameters": 3}])
+def test_a_configuration_with_impossible_fields_is_refused_by_name(
+    llama: Path, tmp_path: Path, fields: dict[str, object]
+) -> None:
+    engine = TransformersEngine(models.with_config(llama, tmp_path / "model", **fields))
+    with pytest.raises(CheckpointError, match=r"model/config\.json"):
+        engine.identity()
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_tokenizer_is_refused_by_name(llama: Path, tmp_path: Path, file: str, text: str) -> None:
+    folder = models.with_config(llama, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / file).write_text(text)
+    with pytest.raises(CheckpointError, match=file):
+        TransformersEngine(folder).load_tokenizer()
+
+
 # -- block-wise FP8 ------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from tests.support.processes import WAIT_S, Children
 
 
 @pytest.fixture
-def keeper(children: Children, runtime_dir: Path) -> Iterator[Keeper]:
-    return Keeper(children, runtime_dir)
+def keeper(children: Children, runtime_dir: Path) -> Keeper:
+    return Keeper(children, runtime_dir, FER_KEEPER_GRACE_S="0")
 
 
 def test_status_shows_who_uses_what(keeper: Keeper) -> None:
@@ -44,6 +43,31 @@ def test_the_budget_keeps_one_unleased_edition_a_gpu(keeper: Keeper) -> None:
     assert any(old in text for text in keeper.events("evicted"))
 
 
+def test_engines_that_die_together_come_back_to_all_their_editions(children: Children, runtime_dir: Path) -> None:
+    keeper = Keeper(children, runtime_dir)
+    keys = [key("one"), key("two")]
+    engines = [engine_at(children, keeper, "commit", of) for of in keys]
+    for engine in engines:
+        children.kill(engine)
+    wait_until(lambda: not any(info.holders for info in keeper.status().editions), "both have gone")
+    keeper.kill()
+    with keeper.client() as client:
+        for of in keys:
+            client.lease(client.find(of).candidates[0].edition).close()
+
+
+def test_the_budget_applies_at_the_end_of_the_grace_over_the_keepers_death(
+    children: Children, runtime_dir: Path
+) -> None:
+    keeper = Keeper(children, runtime_dir, FER_KEEPER_GRACE_S="1.5")
+    with keeper.client() as client:
+        publish(client, key("old"))
+        new = publish(client, key("new"))
+    keeper.kill()
+    wait_until(lambda: [info.edition for info in keeper.status().editions] == [new], "the older one goes")
+    assert any("over the budget" in text for text in keeper.events("evicted"))
+
+
 def test_the_last_used_stays(keeper: Keeper) -> None:
     with keeper.client() as first:
         a = publish(first, key("a"))
@@ -62,7 +86,7 @@ def test_the_last_used_stays(keeper: Keeper) -> None:
     ],
 )
 def test_the_budget_is_a_setting(children: Children, runtime_dir: Path, variables: dict[str, str], left: int) -> None:
-    keeper = Keeper(children, runtime_dir, **variables)
+    keeper = Keeper(children, runtime_dir, FER_KEEPER_GRACE_S="0", **variables)
     with keeper.client() as client:
         for group in "abc":
             publish(client, key(group))

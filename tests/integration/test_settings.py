@@ -32,7 +32,7 @@ Set = Callable[..., None]
 def put(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Set:
     """Sets settings, in the file or in the environment of this process and its children."""
 
-    def put(**values: str | int | bool | list[int]) -> None:
+    def put(**values: str | float | bool | list[int]) -> None:
         tables: dict[str, list[str]] = {"": [], "keeper": []}
         for name, value in values.items():
             keepers = name in {setting.name for setting in KeeperOptions.settings()}
@@ -217,12 +217,17 @@ def _edition_goes(keeper: Keeper) -> None:
 
 
 def test_budget_editions(put: Set, children: Children, runtime_dir: Path) -> None:
-    put(budget_editions=0)
+    put(budget_editions=0, grace_s=0)
     _edition_goes(Keeper(children, runtime_dir))
 
 
 def test_budget_bytes(put: Set, children: Children, runtime_dir: Path) -> None:
-    put(budget_bytes=0)
+    put(budget_bytes=0, grace_s=0)
+    _edition_goes(Keeper(children, runtime_dir))
+
+
+def test_grace_s(put: Set, children: Children, runtime_dir: Path) -> None:
+    put(budget_editions=0, grace_s=0.2)
     _edition_goes(Keeper(children, runtime_dir))
 
 

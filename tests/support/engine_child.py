@@ -98,6 +98,14 @@ def _fill_gpu() -> None:
             size //= 2
 
 
+def _give_back() -> None:
+    if _filling:
+        import torch
+
+        _filling.clear()
+        torch.cuda.empty_cache()
+
+
 def _append(file: str) -> None:
     with open(file, "ab") as opened:
         opened.write(b"\0")
@@ -160,6 +168,7 @@ def main() -> None:
     row: dict[str, Any] = {"pid": os.getpid()}
     try:
         report = fer.recover(engine, **asked.get("options", {}))
+        _give_back()
         told = report.stages["weights"]
         row |= {"path": told.path, "why": told.why, "details": told.details}
         row |= {"answer": recovery_model.answer(engine.module), "compiler": "torch._dynamo" in sys.modules}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fer import paths
-from fer.errors import KeeperError, KeeperUnavailable, PeerRefused
+from fer.errors import KeeperError, KeeperUnavailable, OptionError, PeerRefused
 from fer.options import Options
 from fer.weights.client import KeeperClient
 from fer.weights.connect import connect
 from fer.weights.keeper import sockets
+from fer.weights.keeper.start import start_keeper
+from tests.support.processes import ROOT, WAIT_S
 
 
 @pytest.fixture
@@ -90,3 +94,34 @@ def test_nobody_is_told_to_remove_what_is_anothers(tmp_path: Path) -> None:
         paths.check_private(place)
     assert "Remove" not in caught.value.fix
     assert "FER_RUNTIME_DIR" in caught.value.fix
+
+
+# --- starts that come to nothing ---
+
+
+def test_a_bad_setting_of_the_keeper_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "fer.toml"
+    file.write_text('[keeper]\nbudget_editions = "a"\n')
+    with pytest.raises(OptionError, match=r"fer\.toml: keeper key budget_editions"):
+        Options.load(environ={"FER_CONFIG": str(file)})
+    monkeypatch.setenv("FER_KEEPER_BUDGET_EDITIONS", "a")
+    with pytest.raises(KeeperUnavailable, match="FER_KEEPER_BUDGET_EDITIONS"):
+        start_keeper(timeout=1e6)
+
+
+def test_the_end_of_a_keeper_that_could_not_listen_is_told_at_once(runtime_dir: Path) -> None:
+    (runtime_dir / paths.SOCKET).mkdir()
+    (runtime_dir / "keeper.log").write_text("an older line\n")
+    with pytest.raises(KeeperUnavailable, match="no socket of this user") as caught:
+        start_keeper(timeout=1e6)
+    assert "ended before it listened" in caught.value.what
+    assert "older" not in caught.value.why
+
+
+def test_a_keeper_with_too_few_files_does_not_start() -> None:
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+    code += "from fer.weights.keeper.start import start_keeper; start_keeper(timeout=1e6)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert "a keeper cannot keep anything with 64 open files" in done.stderr

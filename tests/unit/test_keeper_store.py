@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -163,22 +164,57 @@ def single(group: str, gpu: str = HOST, launch: str = "l") -> Key:
 
 def test_one_unleased_edition_a_gpu_stays_and_it_is_the_last_used(world: World) -> None:
     ids = [world.publish("a", single(group, gpu)) for gpu in ("GPU-1", "GPU-2") for group in ("x", "y", "z")]
-    Budget().enforce(world.store)
+    Budget().enforce(world.store, time.monotonic())
     assert set(world.state.editions) == set(ids), "all are leased"
     world.store.release(world.peer("a"), world.store.get(ids[0]))
-    Budget().enforce(world.store)
+    Budget().enforce(world.store, time.monotonic())
     assert ids[0] in world.state.editions
     world.leave("a")
-    Budget().enforce(world.store)
+    Budget().enforce(world.store, time.monotonic())
     assert set(world.state.editions) == {ids[2], ids[5]}
+
+
+def test_the_budget_waits_for_the_end_of_the_grace(world: World) -> None:
+    budget, start = Budget(grace_s=100), time.monotonic()
+    first, second, third = (world.publish(group, single(group)) for group in "abc")
+    assert budget.next_end(world.store, start) is None, "all are leased"
+    for peer, seconds in (("a", 0), ("b", 10), ("c", 20)):
+        world.leave(peer)
+        world.store.get({"a": first, "b": second, "c": third}[peer]).freed = start + seconds
+    for now, kept in ((99, {first, second, third}), (100, {first, second, third}), (110, {second, third})):
+        budget.enforce(world.store, start + now)
+        assert set(world.state.editions) == kept, now
+    assert budget.next_end(world.store, start + 110) == start + 120
+    budget.enforce(world.store, start + 120)
+    assert set(world.state.editions) == {third}
+    assert budget.next_end(world.store, start + 120) is None
+
+
+def test_a_lease_within_the_grace_starts_it_anew(world: World) -> None:
+    edition = world.publish("a", single("x"))
+    world.leave("a")
+    before = world.store.get(edition).freed
+    peer = world.peer("b")
+    world.store.lease(peer, world.store.get(edition))
+    Budget(editions=0, grace_s=0).enforce(world.store, before + 1000)
+    world.store.release(peer, world.store.get(edition))
+    assert world.store.get(edition).freed > before
+    Budget(editions=0, grace_s=5).enforce(world.store, world.store.get(edition).freed + 4)
+    assert edition in world.state.editions
+
+
+def test_room_is_made_within_the_grace(world: World) -> None:
+    edition = world.publish("a", single("x"))
+    world.leave("a")
+    assert [info.edition for info in world.store.make_room(HOST, None)] == [edition]
 
 
 def test_a_budget_of_bytes_counts_each_gpu(world: World) -> None:
     kept = [world.publish("a", single(group, gpu)) for gpu in ("GPU-1", "GPU-2") for group in ("x", "y")]
     world.leave("a")
-    Budget(editions=9, bytes=20).enforce(world.store)
+    Budget(editions=9, bytes=20).enforce(world.store, time.monotonic())
     assert set(world.state.editions) == set(kept)
-    Budget(editions=9, bytes=19).enforce(world.store)
+    Budget(editions=9, bytes=19).enforce(world.store, time.monotonic())
     assert set(world.state.editions) == {kept[1], kept[3]}
 
 
@@ -186,7 +222,7 @@ def test_ranks_of_one_group_on_one_gpu_count_as_one(world: World) -> None:
     ids = [world.publish(f"r{rank}", Key("g", f"tp{rank}/2", HOST, "l", 2)) for rank in range(2)]
     world.leave("r0")
     world.leave("r1")
-    Budget().enforce(world.store)
+    Budget().enforce(world.store, time.monotonic())
     assert set(world.state.editions) == set(ids)
 
 
@@ -195,7 +231,7 @@ def test_a_group_with_one_lease_left_is_neither_counted_nor_evicted(world: World
     other = world.publish("o", single("other"))
     world.leave("r0")
     world.leave("o")
-    Budget().enforce(world.store)
+    Budget().enforce(world.store, time.monotonic())
     assert set(world.state.editions) == {*ids, other}
     with pytest.raises(LeasesStand, match="r1"):
         world.store.evict(ids[0], None)

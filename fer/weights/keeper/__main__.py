@@ -44,17 +44,19 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _start(given: argparse.Namespace) -> int:
     from fer.errors import FerError
-    from fer.options import Options
-    from fer.weights.keeper.process import settings_file
+    from fer.options import KeeperOptions, Options
+    from fer.weights.keeper.process import raise_limits, settings_file
     from fer.weights.keeper.sockets import choose_dir
 
     try:
         chosen = Options.load(runtime_dir=given.runtime_dir).runtime_dir
+        KeeperOptions.load()  # what is wrong with them is said here, to whoever starts us, and not only in a log
     except FerError as error:
         print(error, file=sys.stderr)
         return 2
     os.environ.update(settings_file())  # for its table [keeper], which is read after a detached keeper left this folder
     try:
+        raise_limits()
         directory, passed_over = choose_dir(chosen)
     except FerError as error:
         print(error, file=sys.stderr)
@@ -62,10 +64,10 @@ def _start(given: argparse.Namespace) -> int:
     if passed_over:
         print(f"passed over: {passed_over}", file=sys.stderr)
     if given.detach:
-        from fer.weights.keeper.process import detach
+        from fer.weights.keeper.process import LOG, detach
 
         try:
-            if not detach(directory / "keeper.log"):
+            if not detach(directory / LOG):
                 return 0
         except OSError as error:
             print(error, file=sys.stderr)

@@ -19,6 +19,7 @@ from fer.weights.keeper.budget import Budget
 from fer.weights.keeper.connection import Connection
 from fer.weights.keeper.editions import Store
 from fer.weights.keeper.journal import Journal
+from fer.weights.keeper.place import Place
 from fer.weights.keeper.process import raise_limits
 from fer.weights.keeper.protection import Protection
 from fer.weights.keeper.records import State
@@ -60,10 +61,9 @@ def boot(directory: Path, store: str) -> Server:
     state, kind = _recall(journal)
     known = Store(state)
     protection = Protection(directory, shelf, known.note)
-    budget = Budget(editions=options.budget_editions, bytes=options.budget_bytes)
-    server = Server(
-        directory, listener, journal, known, shelf, protection, budget=budget, allow_uids=options.allow_uids
-    )
+    budget = Budget(editions=options.budget_editions, bytes=options.budget_bytes, grace_s=options.grace_s)
+    place = Place(directory, lock, time.monotonic(), fresh=fresh)
+    server = Server(place, listener, journal, known, shelf, protection, budget=budget, allow_uids=options.allow_uids)
     _protect(protection, store, fds)
     own: dict[str, Fd | socket.socket] = {LOCK: lock, LISTENER: listener, JOURNAL: journal.fd}
     inherited = {LOCK: not fresh, LISTENER: bool(listener_fd), JOURNAL: bool(journal_fd)}

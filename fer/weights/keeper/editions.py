@@ -111,6 +111,10 @@ class Store:
 
     # --- leases ---
 
+    def in_use(self) -> bool:
+        """Whether anybody uses an edition or is about to publish one."""
+        return bool(self.state.claims or self.state.transactions) or leased(self.state.editions.values())
+
     def lease(self, peer: Peer, edition: Edition) -> None:
         """Note that a peer uses an edition; twice is once."""
         if peer.id not in edition.leases:
@@ -121,6 +125,7 @@ class Store:
         """The opposite; nothing happens where there is no lease."""
         if peer.id in edition.leases:
             edition.leases.remove(peer.id)
+            edition.freed = time.monotonic()
             self._touch(edition)
 
     def release_all(self, peer: Peer) -> None:

@@ -7,15 +7,31 @@ import resource
 from pathlib import Path
 
 import fer
+from fer.errors import KeeperError
+
+LEAST_FILES = 256
+"""Open files without which a keeper does not start: enough for itself and a small model or two."""
 
 
 def raise_limits() -> None:
-    """As many open files as the kernel lets this user have: each slab is one."""
+    """As many open files as the kernel lets this user have: each slab is one.
+
+    Raises:
+        KeeperError: they are too few to keep anything.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
+        raise KeeperError(
+            f"a keeper cannot keep anything with {hard} open files",
+            why=f"each slab is one, and {LEAST_FILES} are the least",
+            fix="Raise the hard limit (ulimit -Hn, or LimitNOFILE= of the unit).",
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 _OF_A_UNIT = ("NOTIFY_SOCKET", "FDSTORE", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
+LOG = "keeper.log"
+"""Log of a detached keeper, in its runtime directory."""
 LOG_LIMIT = 4 << 20
 """Bytes of a log that is begun anew at the next start."""
 
@@ -44,6 +60,8 @@ def settings_file() -> dict[str, str]:
 def detach(log: Path) -> bool:
     """Leave the terminal, the session and the parent; output goes to ``log``. True in the process that goes on.
 
+    That process first says its pid on the standard output, for whoever waits to know when it ends.
+
     Raises:
         OSError: the log cannot be written; nothing was started.
     """
@@ -51,6 +69,7 @@ def detach(log: Path) -> bool:
         log.replace(log.with_suffix(".log.old"))
     # Before anything is started: whoever asked for a keeper need not wait for one that could not even complain.
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    os.write(out, f"a keeper is started by process {os.getppid()}\n".encode())  # a full file system tells now
     if os.fork():
         os.close(out)
         return False
@@ -58,6 +77,7 @@ def detach(log: Path) -> bool:
     if os.fork():  # not a session leader, so no terminal can become ours
         os._exit(0)
     os.chdir("/")
+    os.write(1, f"{os.getpid()}\n".encode())
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(out, 1)

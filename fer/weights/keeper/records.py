@@ -35,6 +35,7 @@ class Edition(Struct):
     ``batch`` is shared by the editions of one launch: they came together and go together. ``published`` and ``order``
     count publications and uses; ``leases`` are ids of peers; ``payloads`` are shelf names by payload. ``exporter`` is
     the peer whose process has to live for the memory to stay (legacy CUDA IPC), empty where the descriptors suffice.
+    ``freed`` is when it lost its last lease, in monotonic seconds, which are alike in every process.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Edition(Struct):
     order: int
     exporter: str = ""
     leases: list[str] = field(default_factory=list)
+    freed: float = 0.0
 
     @property
     def size(self) -> int:

@@ -13,7 +13,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -21,7 +20,6 @@ from fer.errors import FerBug, FerError, PeerRefused, ProtocolError
 from fer.memory import fdpass
 from fer.memory.fd import Fd
 from fer.weights import wire
-from fer.weights.keeper import sockets
 from fer.weights.keeper.budget import Budget
 from fer.weights.keeper.connection import BLOCKED_S, HELLO_S, Connection, Outgoing
 from fer.weights.keeper.desk import Desk, Later
@@ -29,6 +27,7 @@ from fer.weights.keeper.editions import Store
 from fer.weights.keeper.faults import Faults
 from fer.weights.keeper.groups import Groups
 from fer.weights.keeper.journal import Journal
+from fer.weights.keeper.place import Place
 from fer.weights.keeper.protection import Protection
 from fer.weights.keeper.records import Peer, new_id
 from fer.weights.keeper.shelf import Shelf
@@ -55,7 +54,7 @@ class Server:
 
     def __init__(
         self,
-        directory: Path,
+        place: Place,
         listener: socket.socket,
         journal: Journal,
         store: Store,
@@ -65,7 +64,7 @@ class Server:
         budget: Budget,
         allow_uids: tuple[int, ...] = (),
     ) -> None:
-        self.directory, self.listener, self.journal, self.shelf = directory, listener, journal, shelf
+        self.place, self.listener, self.journal, self.shelf = place, listener, journal, shelf
         self.protection, self.budget = protection, budget
         self.store = store
         self.groups = Groups(self.store)
@@ -80,6 +79,7 @@ class Server:
         self._sources: dict[int, Callable[[int], None]] = {}
         self._ending: list[Connection] = []
         self._accept_at: float | None = None
+        self._budget_at: float | None = None
         self._keep_store = False
 
     # --- the loop ---
@@ -99,6 +99,7 @@ class Server:
         """Note how this keeper came to be, make everything durable and say that it is ready."""
         self.store.note(kind, text)
         self._bury()
+        self._balance()
         self._save(kind)
         try:
             if self.shelf.store is not None:
@@ -136,13 +137,16 @@ class Server:
             self._bury()
         self._expire()
         self._bury()
+        if self.place.lost and not self.store.in_use():
+            log.info("stopping: nobody can reach this keeper and nobody uses what it holds")
+            self.stopping = 0
         if self.store.noted:
             self._save("note")
 
     def _timeout(self) -> float:
         times = [c.deadline for c in self.connections.values() if c.deadline is not None]
         times += [p.wait.until for c in self.connections.values() if c.waiting and (p := c.peer) and p.wait]
-        times += [at for at in (self._accept_at, self.protection.retry_at) if at is not None]
+        times += [at for at in (self._accept_at, self._budget_at, self.place.look_at, self.protection.retry_at) if at]
         return max(min(times) - time.monotonic(), 0) if times else -1
 
     def _expire(self) -> None:
@@ -152,6 +156,10 @@ class Server:
                 self._hang_up(connection, "said nothing" if connection.peer is None else "stopped reading")
         if any(c.waiting and c.peer and c.peer.wait and c.peer.wait.until <= now for c in self.connections.values()):
             self._settle([], "wait")
+        if self._budget_at is not None and self._budget_at <= now:
+            self._settle([], "grace")
+        if self.place.look_at is not None and self.place.look_at <= now and self.place.look(now):
+            self.store.note("unreachable", f"{self.place.lost}; this keeper ends as soon as nobody uses what it holds")
         if self._accept_at is not None and self._accept_at <= now:
             self._accept_at = None
             self.watch(self.listener.fileno(), lambda events: self._accept())
@@ -328,12 +336,18 @@ class Server:
     def _settle(self, ready: list[tuple[Connection, Outgoing]], name: str) -> None:
         """Let a change have its consequences, make them durable, and only then tell anybody."""
         ready = ready + self._wake()
-        self.budget.enforce(self.store)
+        self._balance()
         self.faults.at("executed", name)
         self._save(name)
         for connection, out in ready:
             if not connection.dead:
                 self._deliver(connection, out)
+
+    def _balance(self) -> None:
+        """Apply the budget, and find out when to do so again."""
+        now = time.monotonic()
+        self.budget.enforce(self.store, now)
+        self._budget_at = self.budget.next_end(self.store, now)
 
     def _wake(self) -> list[tuple[Connection, Outgoing]]:
         """Answers to requests that need not wait any longer, those that came first first."""
@@ -406,7 +420,7 @@ class Server:
     def _stop(self) -> None:
         """Give everything back, or leave it in the store where that is what was asked for."""
         if not self._keep_store:
-            sockets.remove(self.directory)
+            self.place.clear()
         store = self.shelf.store
         try:
             if store is not None and not self._keep_store:

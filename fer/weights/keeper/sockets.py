@@ -16,6 +16,8 @@ from fer.memory.fd import Fd
 
 LOCK = "keeper.lock"
 BACKLOG = 512
+TAKEN = "a keeper already runs"
+"""What a keeper says that came too late."""
 
 
 def choose_dir(chosen: Path | None = None) -> tuple[Path, str]:
@@ -77,7 +79,7 @@ def lock(directory: Path) -> Fd:
         pid = os.pread(fd.fileno(), 32, 0).decode("ascii", "replace").strip()
         fd.close()
         raise KeeperError(
-            f"a keeper already runs in {directory}", why=f"process {pid or 'unknown'}", fix="Use that one, or stop it."
+            f"{TAKEN} in {directory}", why=f"process {pid or 'unknown'}", fix="Use that one, or stop it."
         ) from None
     return fd
 

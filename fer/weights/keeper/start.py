@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -11,13 +12,14 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from fer import paths
 from fer.errors import KeeperUnavailable
 from fer.memory import fdpass
+from fer.memory.fd import Fd
 from fer.weights.keeper import sockets
-from fer.weights.keeper.process import apart, environment, settings_file
+from fer.weights.keeper.process import LOG, apart, environment, settings_file
 
 UNIT_PROPERTIES = (
     "Type=notify",
@@ -69,15 +71,26 @@ def start_keeper(runtime_dir: Path | None = None, *, unit: bool = True, timeout:
     if listens(directory):
         return _started("running", directory, passed_over)
     deadline = time.monotonic() + timeout
-    how: Literal["systemd-run", "detached"] = "systemd-run"
-    if not (unit and _run_unit(directory)):
-        how = "detached"
-        _run_detached(directory, timeout)
+    if unit and _run_unit(directory):
+        _await(directory, deadline, None)
+        return _started("systemd-run", directory, passed_over)
+    with _run_detached(directory, timeout) as process:
+        _await(directory, deadline, process)
+    return _started("detached", directory, passed_over)
+
+
+def _await(directory: Path, deadline: float, process: _Detached | None) -> None:
+    """Wait until a keeper listens. Raises KeeperUnavailable: not in time, or its process has ended."""
+    start = time.monotonic()
     while not listens(directory):
+        if process is not None and process.ended() and not process.came_too_late():
+            if listens(directory):  # another caller's keeper, since the last look
+                return
+            raise _not_up(directory, "ended before it listened", process.said())
         if time.monotonic() >= deadline:
-            raise _not_up(directory, timeout)
+            said = process.said() if process is not None else []
+            raise _not_up(directory, f"did not listen within {deadline - start:.0f} s", said)
         time.sleep(0.005)
-    return _started(how, directory, passed_over)
 
 
 def listens(directory: Path) -> bool:
@@ -115,15 +128,61 @@ def _run_unit(directory: Path) -> bool:
     return done.returncode == 0 or "already" in done.stderr
 
 
-def _run_detached(directory: Path, timeout: float) -> None:
+class _Detached:
+    """A keeper (or its minder) that has left us, and the part of its log since we started it."""
+
+    def __init__(self, directory: Path, pid: str, begin: int) -> None:
+        self._log, self._begin = directory / LOG, begin
+        self._process: Fd | None = None
+        try:
+            self._process = Fd(os.pidfd_open(int(pid)))
+        except (OSError, ValueError):
+            pass  # it has ended already
+
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        if self._process is None:
+            return True
+        poll = select.poll()
+        poll.register(self._process.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def said(self) -> list[str]:
+        """The last lines of its log."""
+        try:
+            content = self._log.read_bytes()
+        except OSError:
+            return []
+        # A log that was begun anew is shorter than it was.
+        new = content[self._begin :] if len(content) >= self._begin else content
+        return new.decode("utf-8", "replace").splitlines()[-5:]
+
+    def came_too_late(self) -> bool:
+        """Whether it ended because another keeper, about to listen, was quicker."""
+        return any(sockets.TAKEN in line for line in self.said())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.close()
+
+
+def _run_detached(directory: Path, timeout: float) -> _Detached:
     command = [sys.executable, "-P", "-m", "fer.weights.keeper", "--detach", "--store", "minder"]
     command += ["--runtime-dir", str(directory)]
+    try:
+        begin = (directory / LOG).stat().st_size
+    except OSError:
+        begin = 0
     try:
         done = _run(command, timeout)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KeeperUnavailable("the keeper did not start", why=str(error)) from error
     if done.returncode:
         raise KeeperUnavailable("the keeper did not start", why=done.stderr.strip())
+    return _Detached(directory, done.stdout.strip(), begin)
 
 
 def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -163,14 +222,10 @@ def _cgroup(pid: str) -> str:
         return f"unknown to {pid}"  # never equal to a known one
 
 
-def _not_up(directory: Path, timeout: float) -> KeeperUnavailable:
-    try:
-        tail = (directory / "keeper.log").read_text("utf-8", "replace").splitlines()[-5:]
-    except OSError:
-        tail = []
+def _not_up(directory: Path, what: str, said: list[str]) -> KeeperUnavailable:
     return KeeperUnavailable(
-        f"the keeper in {directory} did not listen within {timeout:g} s",
-        why="; ".join(tail),
+        f"the keeper in {directory} {what}",
+        why="; ".join(said),
         fix="Run `fer keeper run` in a terminal to see why.",
         looked_in=[str(directory)],
     )
