@@ -126,7 +126,7 @@ class KeeperClient:
             timeout: seconds.
 
         Raises:
-            KeeperUnavailable: none listens, or it did not answer. Field ``looked_in``.
+            KeeperUnavailable: none listens (field ``looked_in``), or one does and hangs (field ``hangs``, its pid).
             PeerRefused: no place is left whose directory, socket and process behind it are the user's own.
             ProtocolError: the keeper speaks another version.
         """
@@ -141,6 +141,8 @@ class KeeperClient:
                 except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
                     why.append(f"{place}: {_plainly(error)}")
                     break
+                except BlockingIOError as error:  # its queue stayed full
+                    raise _hangs(place, timeout) from error
                 except OSError as error:
                     why.append(f"{place}: {error.strerror or error}")
                     break
@@ -152,12 +154,11 @@ class KeeperClient:
                 try:
                     client._greet(label, deadline)
                     return client
-                except KeeperUnavailable:
+                except KeeperUnavailable as error:
                     # A keeper killed between accept and our greeting takes that connection with it; the listener lives.
                     client.close()
                     if time.monotonic() >= deadline:
-                        why.append(f"{place}: it did not answer within {timeout:g} s")
-                        break
+                        raise _hangs(place, timeout) from error
                     time.sleep(0.01)
                 except BaseException:
                     client.close()
@@ -444,6 +445,21 @@ def _open(directory: Path, deadline: float) -> socket.socket:
     except BaseException:
         sock.close()
         raise
+
+
+def _hangs(directory: Path, timeout: float) -> KeeperUnavailable:
+    """What is said of a keeper that takes connections and no more."""
+    from fer.weights.keeper.start import keeper_pid  # needed only to word an error
+
+    pid = keeper_pid(directory)
+    name = pid or "unknown"
+    return KeeperUnavailable(
+        f"the keeper in {directory} (pid {name}) accepts but does not answer",
+        why=f"no answer within {timeout:g} s",
+        fix="`kill -CONT` lets a stopped one go on; after `kill -KILL` systemd or its minder starts it again with all"
+        " that it keeps.",
+        hangs=pid,
+    )
 
 
 def _bounded(wait_s: float) -> float:

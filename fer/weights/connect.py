@@ -31,6 +31,8 @@ def connect(options: Options, *, label: str = "") -> tuple[KeeperClient | None, 
     except KeeperUnavailable as error:
         if options.mode == "client":
             raise
+        if "hangs" in error.fields:  # another could not take its place, and would hold the weights a second time
+            return None, str(error)
         looked_in = error.fields.get("looked_in", [])
     except KeeperError as error:
         if options.mode == "client":

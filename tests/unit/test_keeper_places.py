@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,12 @@ from fer.weights.client import KeeperClient
 from fer.weights.connect import connect
 from fer.weights.keeper import sockets
 from fer.weights.keeper.start import start_keeper
-from tests.support.processes import ROOT, WAIT_S
+from tests.support.keeper import Keeper
+from tests.support.processes import ROOT, WAIT_S, Children
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Four candidates, only the last of which can be used: no parent, a parent that is a file, a link, a directory."""
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path)
@@ -29,22 +31,22 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return made
 
 
-def test_the_first_usable_place_is_taken_and_the_others_are_named(places: list[Path]) -> None:
+def test_the_first_usable_place_is_taken_and_the_others_are_named(candidates: list[Path]) -> None:
     directory, passed_over = sockets.choose_dir()
-    assert directory == places[-1]
+    assert directory == candidates[-1]
     assert directory.stat().st_mode & 0o777 == 0o700
-    for place in places[:-1]:
+    for place in candidates[:-1]:
         assert str(place) in passed_over
-    assert not places[0].parent.exists()
+    assert not candidates[0].parent.exists()
 
 
-def test_without_a_usable_place_all_are_named(places: list[Path]) -> None:
-    places.pop()
+def test_without_a_usable_place_all_are_named(candidates: list[Path]) -> None:
+    candidates.pop()
     with pytest.raises(KeeperUnavailable) as caught:
         sockets.choose_dir()
-    for place in places:
+    for place in candidates:
         assert str(place) in str(caught.value)
-    assert caught.value.fields["looked_in"] == [str(place) for place in places]
+    assert caught.value.fields["looked_in"] == [str(place) for place in candidates]
 
 
 @pytest.mark.parametrize("chosen", ["/proc/fer", "/proc/fer/deep", "/dev/null/fer"])
@@ -53,26 +55,26 @@ def test_a_chosen_place_that_cannot_be_made_is_unavailable(chosen: str) -> None:
         sockets.choose_dir(Path(chosen))
 
 
-def test_a_chosen_place_that_is_not_private_is_refused(places: list[Path]) -> None:
+def test_a_chosen_place_that_is_not_private_is_refused(candidates: list[Path]) -> None:
     with pytest.raises(PeerRefused, match="symbolic link"):
-        sockets.choose_dir(places[2])
+        sockets.choose_dir(candidates[2])
 
 
-def test_an_engine_starts_its_keeper_in_the_next_place(places: list[Path]) -> None:
+def test_an_engine_starts_its_keeper_in_the_next_place(candidates: list[Path]) -> None:
     client, note = connect(Options(), label="test")
     assert client is not None, note
     with client:
-        assert client.runtime_dir == places[-1]
-        assert f"started in {places[-1]}" in note
-        assert f"passed over: {places[0]}" in note
+        assert client.runtime_dir == candidates[-1]
+        assert f"started in {candidates[-1]}" in note
+        assert f"passed over: {candidates[0]}" in note
         with KeeperClient.connect() as other:
             other.stop()
 
 
-def test_a_client_passes_over_a_place_that_is_not_private(places: list[Path]) -> None:
+def test_a_client_passes_over_a_place_that_is_not_private(candidates: list[Path]) -> None:
     with pytest.raises(KeeperUnavailable, match="symbolic link"):
         KeeperClient.connect()
-    places[:] = [places[2]]
+    candidates[:] = [candidates[2]]
     with pytest.raises(PeerRefused, match="symbolic link"):
         KeeperClient.connect()
 
@@ -125,3 +127,27 @@ def test_a_keeper_with_too_few_files_does_not_start() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     assert "a keeper cannot keep anything with 64 open files" in done.stderr
+
+
+# --- keepers and clients in odd states ---
+
+
+def test_a_keeper_that_hangs_is_named(children: Children, runtime_dir: Path) -> None:
+    keeper = Keeper(children, runtime_dir)
+    pid = keeper.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(KeeperUnavailable, match=rf"pid {pid}\) accepts but does not answer") as caught:
+            KeeperClient.connect(timeout=0.2)
+        assert caught.value.fields["hangs"] == pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_holder_that_has_ended_is_told(children: Children, runtime_dir: Path) -> None:
+    keeper = Keeper(children, runtime_dir)
+    code = "import os, sys, time\nfrom fer.weights.client import KeeperClient\n"
+    code += "client = KeeperClient.connect(label='forks')\nif os.fork() == 0: time.sleep(60)\nos._exit(0)"
+    assert children.python(code, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait(WAIT_S) == 0
+    labels = [holder.label for holder in keeper.status().connections]
+    assert labels == ["forks; has ended, a child of it holds the connection", "status"]

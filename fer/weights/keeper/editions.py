@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from fer.errors import LeasesStand, Refused
+from fer.weights.keeper.process import born
 from fer.weights.keeper.records import Edition, Peer, State
 from fer.weights.wire import EditionInfo, Event, Holder, Key
 
@@ -15,6 +16,8 @@ log = logging.getLogger("fer.keeper")
 EVENTS = 256
 """How many events are remembered."""
 EVENT_CHARACTERS = 500
+ENDED = "has ended, a child of it holds the connection"
+"""Said beside the pid of a process that connected, forked, and died."""
 
 
 class Store:
@@ -74,7 +77,12 @@ class Store:
     def holder(self, peer: str) -> Holder:
         """Who a peer is, for people."""
         found = self.state.peers.get(peer)
-        return Holder(pid=found.pid, label=found.label) if found else Holder(pid=0, label="gone")
+        if found is None:
+            return Holder(pid=0, label="gone")
+        parts = [found.label]
+        if found.born and born(found.pid) != found.born:
+            parts.append(ENDED)
+        return Holder(pid=found.pid, label="; ".join(filter(None, parts)))
 
     def exports(self, peer: Peer, edition: Edition) -> bool:
         """Whether a peer is the process whose life the edition's memory depends on, by whichever connection."""

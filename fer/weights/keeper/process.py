@@ -57,6 +57,15 @@ def settings_file() -> dict[str, str]:
     return {} if found is None else {"FER_CONFIG": str(found.absolute())}
 
 
+def born(pid: int) -> int:
+    """When a process was started, in the kernel's ticks since boot; 0 for one that has ended or cannot be seen."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return 0
+    return 0 if state in "ZX" else int(fields[18])
+
+
 def detach(log: Path) -> bool:
     """Leave the terminal, the session and the parent; output goes to ``log``. True in the process that goes on.
 

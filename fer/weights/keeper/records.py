@@ -106,7 +106,10 @@ class Wait(Struct):
 
 
 class Peer(Struct):
-    """A connected process that said hello. ``done`` is the answer to its last request, in case it is asked again."""
+    """A connected process that said hello. ``done`` is the answer to its last request, in case it is asked again.
+
+    ``born`` is when the process was started, in the kernel's ticks; 0 where the keeper cannot see it.
+    """
 
     id: str
     pid: int
@@ -116,6 +119,7 @@ class Peer(Struct):
     done: bytes = b""
     wait: Wait | None = None
     failed: dict[str, Failure] = field(default_factory=dict)
+    born: int = 0
 
 
 class Claimed(Struct):

@@ -28,6 +28,7 @@ from fer.weights.keeper.faults import Faults
 from fer.weights.keeper.groups import Groups
 from fer.weights.keeper.journal import Journal
 from fer.weights.keeper.place import Place
+from fer.weights.keeper.process import born
 from fer.weights.keeper.protection import Protection
 from fer.weights.keeper.records import Peer, new_id
 from fer.weights.keeper.shelf import Shelf
@@ -299,6 +300,7 @@ class Server:
         if connection.peer is None:
             label = "".join(c if c.isprintable() else "?" for c in hello.label)  # it goes to logs and terminals
             connection.peer = Peer(connection.id, connection.pid or hello.pid, connection.uid, label)
+            connection.peer.born = born(connection.pid)
             self.store.state.peers[connection.id] = connection.peer
             self.shelf.put(connection.id, connection.sock)
             connection.deadline = None
