@@ -19,18 +19,9 @@ from bench.synthetic import GIB, HIDDEN
 TENSORS, RUNS = 2000, 5
 
 
-def start(total: int, populate: bool = True) -> dict[str, Any]:
-    """One start and two forward passes; seconds. Cold the first time, attached from then on.
-
-    Args:
-        populate: let the thread run that brings the pages of attached slabs in.
-    """
+def start(total: int) -> dict[str, Any]:
+    """One start and two forward passes; seconds. Cold the first time, attached from then on."""
     import fer
-
-    if not populate:
-        from fer.memory.host import HostMapping
-
-        HostMapping.populate = lambda self: None  # type: ignore[method-assign]  # in this forked child only
 
     engine = synthetic.engine(model="stack", device="cpu", tensors=TENSORS, total=total)
     report = fer.recover(engine, mode="client")
@@ -89,13 +80,12 @@ def main() -> None:
         assert cold["path"] == "loaded", cold
         results.add("first start, weights phase (ms)", round(cold["weights"] * 1e3, 1))
         results.add("first start, steps (ms)", cold["steps"])
-        for populate, how in ((True, "attached"), (False, "attached, no thread brings pages in")):
-            runs = [child(start, total, populate) for _ in range(RUNS)]
-            assert all(run["path"] == "attached" for run in runs), runs
-            for name in ("attach, bind, verify", "weights", "first forward", "second forward"):
-                results.add(f"{how}, {name} (ms)", spread([run[name] for run in runs]))
-            results.add(f"{how}, steps of one run (ms)", runs[0]["steps"])
-            results.add(f"{how}, page faults of the first forward", [run["first forward faults"] for run in runs])
+        runs = [child(start, total) for _ in range(RUNS)]
+        assert all(run["path"] == "attached" for run in runs), runs
+        for name in ("attach, bind, verify", "weights", "first forward", "second forward"):
+            results.add(f"attached, {name} (ms)", spread([run[name] for run in runs]))
+        results.add("attached, steps of one run (ms)", runs[0]["steps"])
+        results.add("attached, page faults of the first forward", [run["first forward faults"] for run in runs])
     results.save()
 
 

@@ -62,12 +62,6 @@ class Mapping(ABC):
             MappingError: the slab is still mapped writable somewhere.
         """
 
-    def populate(self) -> None:
-        """Bring the pages in ahead of first use, where that saves time (host: the page faults of the first pass).
-
-        Takes time in proportion to the size and leaves the GIL alone, so a background thread may do it.
-        """
-
     def forget_descriptor(self) -> None:
         """Close what only :meth:`export` needs, once the slab was handed over."""
 

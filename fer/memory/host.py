@@ -29,7 +29,6 @@ _MAP_FIXED = 0x10
 _MAP_FIXED_NOREPLACE = 0x100000  # Linux 4.17; before that the address is only a hint, which the result tells
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_READ = 22  # Linux 5.14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _READ = mmap.PROT_READ
@@ -115,10 +114,6 @@ class HostMapping(Mapping):
                 fix="Unregister it from pinned memory and end the processes that map it; the slab stays writable here.",
             ) from error
         self.writable = False
-
-    def populate(self) -> None:
-        if self._closer.alive:
-            _advise(self.address, self.size, _MADV_POPULATE_READ)
 
     def unfilled(self) -> int:
         """Bytes that were promised to the slab and not yet taken from the system; 0 once it is protected."""

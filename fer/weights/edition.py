@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fer.errors import KeeperError, MappingError
-from fer.memory.base import Backend, Mapping
+from fer.memory.base import Backend
 from fer.memory.open import open_backend
 from fer.weights import attach, manifest, publish
 from fer.weights.client import KeeperClient, Key
@@ -92,7 +90,6 @@ class Workshop:
             with span("compare digests"):
                 views = attach.views(record, mappings, self._by_kind)
                 verified += f" and {attach.compare_digests(views, leased.digests)} tensors' digests"
-        _populate(mappings)
         return attach.Attached(
             module=skeleton,
             manifest=record,
@@ -178,18 +175,6 @@ class Workshop:
         for mapping, _ in moved.slabs:
             mapping.forget_descriptor()
         return committed.edition
-
-
-def _populate(mappings: Sequence[Mapping]) -> None:
-    """Let a thread bring host slabs' pages in, ahead of the first forward pass that would fault on each of them."""
-    large = [mapping for mapping in mappings if mapping.kind == "host"]
-
-    def work() -> None:
-        for mapping in large:
-            mapping.populate()
-
-    if large:
-        threading.Thread(target=work, name="fer-populate", daemon=True).start()
 
 
 def _transport(record: manifest.Manifest) -> str:

@@ -62,7 +62,6 @@ def test_written_sealed_attached(no_fd_leak: None) -> None:
     assert torch.equal(_bytes(backend, reader), tensor)
     mapping.close()
     mapping.close()
-    reader.populate()
     assert int(_bytes(backend, reader)[250]) == 250, "the reader's mapping keeps the bytes"
     reader.close()
 
