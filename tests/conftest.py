@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _FOREIGN = ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "NOTIFY_SOCKET")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers must collect the same tests, so no name may hold what differs between processes."""
+    named = [item.nodeid for item in items if re.search(r"0x[0-9a-f]{6}", item.nodeid)]
+    if named:
+        raise pytest.UsageError(f"addresses in the names of tests: {named[:3]}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -136,7 +136,11 @@ def fingerprint(value: Any) -> bytes:
     return Fingerprint(dict(ModuleEngine(build, load).identity().settings), {}).to_json()
 
 
-@pytest.mark.parametrize(("left", "right"), DIFFERENT, ids=[f"{a!r:.40}-{b!r:.40}" for a, b in DIFFERENT])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    DIFFERENT,
+    ids=[f"{n} {type(a).__name__} {type(b).__name__}" for n, (a, b) in enumerate(DIFFERENT)],
+)
 def test_what_code_can_tell_apart_is_told_apart(left: Any, right: Any) -> None:
     assert fingerprint(left) == fingerprint(left)
     assert fingerprint(left) != fingerprint(right)
