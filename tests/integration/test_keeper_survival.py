@@ -138,8 +138,9 @@ def test_a_group_outlives_a_keeper_killed_between_its_commits(keeper: Keeper) ->
         assert committed == [first]
 
 
-def test_leases_stand_and_nothing_is_evicted_over_the_death(keeper: Keeper) -> None:
+def test_leases_stand_and_nothing_is_evicted_over_the_death(children: Children, runtime_dir: Path) -> None:
     """Three leased editions on one GPU, far over the budget of unleased ones."""
+    keeper = Keeper(children, runtime_dir, FER_KEEPER_GRACE_S="0")
     clients = [keeper.client(group) for group in "abc"]
     editions = [publish(client, key(group)) for client, group in zip(clients, "abc", strict=True)]
     keeper.kill()

@@ -137,17 +137,17 @@ def _other_stages(folder: Path) -> dict[str, str]:
 
 
 def test_kernels(put: Set, folder: Path) -> None:
-    put(mode="off", kernels=False)
+    put(weights=False, kernels=False)
     assert _other_stages(folder) == {"kernels": "off", "distinit": "absent", "cudagraph": "absent"}
 
 
 def test_cudagraph(put: Set, folder: Path) -> None:
-    put(mode="off", cudagraph=False)
+    put(weights=False, cudagraph=False)
     assert _other_stages(folder) == {"kernels": "absent", "distinit": "absent", "cudagraph": "off"}
 
 
 def test_distinit(put: Set, folder: Path) -> None:
-    put(mode="off", distinit=False)
+    put(weights=False, distinit=False)
     assert _other_stages(folder) == {"kernels": "absent", "distinit": "off", "cudagraph": "absent"}
 
 
