@@ -108,7 +108,9 @@ class KeeperClient:
         self._sock = sock
         self._seq = 0
         self._seen = 0
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may free a module in the middle of a call, in the very thread that makes it,
+        # and the module's end closes its connection.
+        self._lock = threading.RLock()
         self._pid = os.getpid()
         self._timeout = max(timeout, CALL_S)
         self.runtime_dir = directory

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fer.errors import LeasesStand, Refused
+from fer.errors import KeeperUnavailable, LeasesStand, Refused
+from fer.memory import fdpass
 from fer.weights.client import SlabInfo
 from fer.weights.keeper.desk import DESCRIPTOR_LIMIT
 from fer.weights.keeper.records import PAYLOADS
@@ -211,3 +214,30 @@ def resident(pid: int) -> int:
     """Bytes of memory a process has resident."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+def test_a_connection_closed_in_the_middle_of_its_own_call_ends_the_call(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the garbage collector frees a module, and with it the connection, while the same thread makes a call."""
+    client = keeper.client()
+    original = fdpass.send
+
+    def send_and_close(*arguments: Any, **keywords: Any) -> None:
+        original(*arguments, **keywords)
+        client.close()
+
+    monkeypatch.setattr(fdpass, "send", send_and_close)
+    ended: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            client.status()
+        except KeeperUnavailable as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "the call waits for its own lock"
+    assert len(ended) == 1
