@@ -23,7 +23,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from fer.errors import CheckpointError, FerBug, FerError, KeeperError, Miss, PublishRefused, WaitTimeout
+from fer.errors import CheckpointError, FerBug, FerError, KeeperError, MemoryFault, Miss, PublishRefused, WaitTimeout
 from fer.memory.open import open_backend
 from fer.stages import Stage
 from fer.weights import checkpoint, quantization, room
@@ -84,8 +84,15 @@ class WeightsStage(Stage):
         assert client is not None
         kept = False
         try:
+            workshop, why = _open(start)
+            if not engine.agree(workshop is not None):
+                _load_unkept(start, why or "another rank of this launch cannot open its device for FER")
+                return
+            assert workshop is not None
             with without_gc():
-                attempt = together(engine, lambda: _Attempt(start, identity, client, note), "opening its device")
+                attempt = together(
+                    engine, lambda: _Attempt(start, identity, client, note, workshop), "reading its checkpoint"
+                )
             attempt.run()
             kept = attempt.kept
         finally:
@@ -93,10 +100,19 @@ class WeightsStage(Stage):
                 client.close()
 
 
+def _open(start: Start) -> tuple[Workshop | None, str]:
+    """The engine's device, opened for slabs; or None and why that cannot be (no driver bindings, no sharing)."""
+    try:
+        return Workshop(start.engine, start.options, start.report), ""
+    except MemoryFault as error:
+        log.warning("the device cannot be opened for kept weights: %s", error)
+        return None, str(error)
+
+
 def _load_unkept(start: Start, why: str) -> None:
-    """The engine's own path, where there is no keeper to speak to."""
+    """The engine's own path, where there is no keeper to speak to, or no memory that it could keep."""
     if start.options.on_miss == "fail":
-        raise Miss("the weights cannot be attached", why=why, fix="Start a keeper, or set on_miss=load", reasons=[why])
+        raise Miss("the weights cannot be attached", why=why, fix="Run fer doctor, or set on_miss=load", reasons=[why])
     start.engine.adopt(start.engine.load())
     start.report.stage("weights", path="loaded", why=why, published=False)
 
@@ -112,11 +128,13 @@ class _Attempt:
         alone: this launch must not publish: the keeper is gone, or another launch has the part.
     """
 
-    def __init__(self, start: Start, identity: EngineIdentity, client: KeeperClient, note: str) -> None:
+    def __init__(
+        self, start: Start, identity: EngineIdentity, client: KeeperClient, note: str, workshop: Workshop
+    ) -> None:
         self.engine, self.options, self.report = start.engine, start.options, start.report
         self.identity, self.client, self.note = identity, client, note
         self.kept = self.timed_out = self.alone = False
-        self.workshop = Workshop(self.engine, self.options, self.report)
+        self.workshop = workshop
         with self.report.step("fingerprint"):
             self.lookup = Lookup(client, identity, self.workshop.backend)
         self.alone = bool(self.lookup.unknown)

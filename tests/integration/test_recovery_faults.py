@@ -282,3 +282,13 @@ def test_full_verification_compares_the_tensors_digests(children: Children, fold
     assert row["path"] == "loaded"
     assert "its sha256 differs" in row["why"]
     assert row["answer"] == recovery_model.expected(folder)
+
+
+def test_a_device_that_cannot_be_opened_for_slabs_leaves_an_engine_that_loads(children: Children, folder: Path) -> None:
+    fault = {"at": "open", "when": "before", "do": "no-driver"}
+    row = start(children, folder, fault=fault).result()
+    assert row["fired"]
+    assert (row["path"], row["answer"]) == ("loaded", recovery_model.expected(folder))
+    assert "bindings of the driver are missing" in row["why"]
+    row = start(children, folder, fault=fault, options={"on_miss": "fail"}).result()
+    assert row["error"]["kind"] == "Miss"

@@ -19,16 +19,17 @@ from typing import Any
 import fer
 from fer.engines.base import Ranks
 from fer.engines.module import ModuleEngine
-from fer.errors import FerError, OutOfMemory, SlabLost, StructureDiffers
+from fer.errors import DriverError, FerError, OutOfMemory, SlabLost, StructureDiffers
 from fer.memory import host
 from fer.memory import open as opening
 from fer.memory.base import Room
 from fer.memory.host import HostBackend
-from fer.weights import attach, lookup, publish, stage
+from fer.weights import attach, edition, lookup, publish, stage
 from fer.weights.client import KeeperClient
 from tests.support import recovery_model
 
 PLACES: dict[str, tuple[Any, str]] = {
+    "open": (edition, "open_backend"),
     "find": (KeeperClient, "find"),
     "claim": (KeeperClient, "claim"),
     "lease": (KeeperClient, "lease"),
@@ -68,6 +69,7 @@ DEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "kill-self": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "kill-keeper": lambda fault: kill_keeper(),
     "slab-lost": lambda fault: _raise(SlabLost("a kept descriptor does not import", why="injected")),
+    "no-driver": lambda fault: _raise(DriverError("the bindings of the driver are missing", why="injected")),
     "structure": lambda fault: _raise(StructureDiffers("the attached module is another", why="injected")),
     "stop-keeper": lambda fault: _stop_keeper(),
     "no-room": lambda fault: _raise(OutOfMemory("injected: no room", needed=2, free=1)),
