@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from fer.cudagraph.libcuda import MEMCPY_PARAMS, MEMORYTYPE_DEVICE, MEMORYTYPE_UNIFIED, MEMSET_PARAMS
+from fer.cudagraph.libcuda import MEMCPY_PARAMS, MEMORYTYPE_DEVICE, MEMORYTYPE_UNIFIED
 from fer.cudagraph.records import (
     ATTRIBUTE_NAMES,
     KERNEL,
@@ -230,11 +230,6 @@ def _place(tables: Tables, graph: Graph, offset: int) -> str:
     function = tables.functions[int(row["function"])]
     inner = offset - int(graph.starts[index])
     return f"kernel {function.name}, parameter {function.parameter_at(inner)}"
-
-
-def memset_target(block: bytes) -> int:
-    """Where a memset writes."""
-    return int(np.frombuffer(block, MEMSET_PARAMS)[0]["dst"])
 
 
 def summarize(refusals: Sequence[Refusal], limit: int = 3) -> str:

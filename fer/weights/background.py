@@ -26,9 +26,9 @@ _STOP_S = 5.0
 class Digests(threading.Thread):
     """Computes the digests of one edition after its first load and hands them to the keeper.
 
-    The thread stops between two pieces of work when :meth:`cancel` is called or the process ends; an
-    edition without digests is as good as any, it only cannot be recognised after its checkpoint was copied or touched,
-    and ``fer verify --full`` has no tensor digests to compare.
+    The thread stops between two pieces of work when :meth:`cancel` is called or the process ends. An edition without
+    digests is as good as any; it only cannot be recognised after its checkpoint was touched, and full verification has
+    its slabs alone to compare.
     """
 
     def __init__(

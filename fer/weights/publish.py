@@ -4,15 +4,15 @@ The module keeps every Python object it had; only the memory under its tensors c
 ``set_`` is refused by inference tensors). Storages move one by one in the order of their addresses and each is freed
 as soon as it has moved, so the peak is the model, one slab, and what the allocator cannot give back.
 
-Nothing here talks to the keeper: :func:`prepare`, :func:`move` and :func:`seal` are the steps, ``stage.py`` hands the
-result over.
+Nothing here talks to the keeper: :func:`prepare`, :func:`move` and :func:`seal` are the steps, ``edition.py`` hands
+the result over.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,9 +27,6 @@ from fer.weights.storages import bytes_of, private_copy
 
 _ONE_BY_ONE = 16 << 20
 """Bytes from which on a copy of its own is faster than one of a group (measured on an H200)."""
-
-Progress = Callable[[int, int], None]
-"""Called with bytes moved and bytes in all."""
 
 
 @dataclass(kw_only=True)
@@ -133,20 +130,13 @@ def _refuse_overlap(capture: module_state.Capture, pieces: list[layout.Piece]) -
             end, owner = piece.address + piece.nbytes, piece.storage
 
 
-def move(
-    prepared: Prepared,
-    backends: Mapping[str, Backend],
-    *,
-    offset: int = 0,
-    progress: Progress = lambda done, total: None,
-) -> Moved:
+def move(prepared: Prepared, backends: Mapping[str, Backend], *, offset: int = 0) -> Moved:
     """Move every storage into its slab and rebind the module.
 
     Args:
         prepared: of :func:`prepare`.
         backends: by device type.
         offset: bytes into the device's ``weights`` range where this edition may begin.
-        progress: called after each slab.
 
     Raises:
         OutOfMemory: no room for the next slab. What has moved stays valid, and the engine goes on with it.
@@ -154,7 +144,7 @@ def move(
     """
     moved = Moved()
     free_at_start = {name: backend.room().free for name, backend in backends.items() if name != "cpu"}
-    done, at = 0, {name: (backend.base + offset if backend.base else 0) for name, backend in backends.items()}
+    at = {name: (backend.base + offset if backend.base else 0) for name, backend in backends.items()}
     for slab in prepared.slabs:
         backend = backends[slab.device]
         mapping = _create(backend, slab.size, at[slab.device])
@@ -176,8 +166,6 @@ def move(
                 fix="Drop that reference before recovery, or make it reachable from the module",
                 storages=left,
             )
-        done += slab.size
-        progress(done, prepared.total)
     return moved
 
 
