@@ -1,0 +1,202 @@
+"""Graphs that are hard to keep, each with its right answer: restored bit for bit, or refused by name and captured.
+
+One process records all cases, some more restore them in other circumstances; the tests look at what they said.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+model = pytest.importorskip("tests.support.graph_cases_model", reason="the cases need Triton")
+
+from tests.support.graph_cases_kernels import along  # noqa: E402
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+        reason="clusters of 16, programmatic launches and tensor maps need compute capability 9.0",
+    ),
+]
+
+MAIN = (*model.KEPT, *model.REFUSED)
+OTHER = ("product", "norms", "scaled", *model.OTHERS)
+TRITON = ("norms", "programmatic", "tiles", "tuned")
+
+Row = dict[str, Any]
+
+
+def child(role: str, file: Path, **asked: Any) -> Row:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.graph_cases", json.dumps({"role": role, "file": str(file), **asked})],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert rows, f"exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return dict(json.loads(rows[-1]))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cases") / "main.fergraph"
+
+
+@pytest.fixture(scope="module")
+def recorded(file: Path) -> Row:
+    """All of the main cases, recorded beside 64 MiB that no other process allocates, Triton imported before FER."""
+    return child("save", file, cases=MAIN, extra=True, before=["triton", "transformers"])
+
+
+@pytest.fixture(scope="module")
+def restored(recorded: Row, file: Path) -> dict[str, Row]:
+    """The same in other processes, by what is different there."""
+    return {
+        # FER first; Triton and the engine's library only then.
+        "plain": child("restore", file, cases=MAIN, after=["triton", "transformers"]),
+        # Own copies of the modules are loaded before, their variables set otherwise, and what Triton loaded is lost.
+        "own": child(
+            "restore", file, cases=MAIN, before=["transformers", "triton"], scale=5.0,
+            own=["scaled", "scaled_by_library", "table", "cluster", *TRITON], drop=True,
+        ),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> tuple[Row, Row]:
+    """The other cases, recorded without more allocations and restored beside them."""
+    place = tmp_path_factory.mktemp("others") / "other.fergraph"
+    return child("save", place, cases=OTHER), child("restore", place, cases=OTHER, extra=True)
+
+
+def test_all_cases_are_right_before_anything_is_kept(recorded: Row) -> None:
+    assert (recorded["troubles"], recorded["recorder"]) == ({}, [])
+    assert recorded["right"] == dict.fromkeys(MAIN, True)
+
+
+@pytest.mark.parametrize("where", ["plain", "own"])
+@pytest.mark.parametrize("case", model.KEPT)
+def test_a_kept_graph_comes_back_bitwise(recorded: Row, restored: dict[str, Row], case: str, where: str) -> None:
+    row = restored[where]
+    assert case in recorded["kept"], recorded["refused"]
+    assert case not in row["failed"], row["failed"]
+    assert row["outputs"][case] == recorded["outputs"][case]
+    assert (row["right"][case], row["golden"][case]) == (True, True)
+
+
+@pytest.mark.parametrize("case", model.REFUSED)
+def test_a_refused_graph_is_named_and_captured(recorded: Row, restored: dict[str, Row], case: str) -> None:
+    assert model.REFUSED[case] in recorded["refused"][case]
+    native = restored["plain"]["native"]
+    assert native["troubles"] == {}
+    assert native["outputs"][case] == recorded["outputs"][case]
+    assert native["right"][case]
+
+
+def test_what_is_refused_costs_the_others_nothing(recorded: Row, restored: dict[str, Row]) -> None:
+    assert sorted(recorded["kept"]) == sorted(model.KEPT)
+    assert sorted(recorded["refused"]) == sorted(model.REFUSED)
+    assert restored["plain"]["after_native"]
+
+
+def test_allocations_of_one_process_alone_move_nothing(
+    recorded: Row, restored: dict[str, Row], other: tuple[Row, Row]
+) -> None:
+    for before, after in ((recorded, restored["plain"]), (recorded, restored["own"]), other):
+        assert after["owners"] == []
+        assert after["addresses"] == before["addresses"]
+
+
+def test_memory_that_moved_or_is_missing_is_named_and_all_is_captured(recorded: Row, file: Path) -> None:
+    row = child("moved", file, cases=MAIN)
+    assert "owner missing: tensor/looked_up" in row["owners"]
+    assert any(why.startswith("owner moved: tensor/x from 0x") for why in row["owners"]), row["owners"]
+    assert (row["native"]["troubles"], row["native"]["outputs"]) == ({}, recorded["outputs"])
+
+
+@pytest.mark.parametrize("case", ["programmatic", "programmatic_by_hand"])
+def test_programmatic_launches_keep_their_edges(
+    recorded: Row, restored: dict[str, Row], case: str, record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    native = along(recorded["edges"][case])
+    assert len(native) == model.LINKS - 1
+    assert set(native) == {(1, 1)}, "type programmatic, from the port for programmatic launches"
+    row = restored["plain"]
+    assert along(row["archive_edges"][case]) == native
+    assert along(row["edges"][case]) == native
+    paces = {"case": case, "kernels": model.LINKS, "native_us": recorded["us"][case], "restored_us": row["us"][case]}
+    record_testsuite_property(f"pace of {case}", json.dumps(paces))
+    print(json.dumps(paces))
+
+
+def test_every_edge_is_as_it_was(recorded: Row, restored: dict[str, Row]) -> None:
+    for case in model.KEPT:
+        kinds = sorted(edge[2:] for edge in recorded["edges"][case])
+        for row in restored.values():
+            assert sorted(edge[2:] for edge in row["edges"][case]) == kinds, case
+
+
+def test_consumers_of_events_are_kept_waiting(recorded: Row, restored: dict[str, Row]) -> None:
+    for row in (recorded, restored["plain"]["native"]):
+        assert row["consumers"] == {"event_record": [True] * 4, "event_wait": [True] * 4}
+
+
+def test_kernels_that_triton_forgot_replay(restored: dict[str, Row]) -> None:
+    assert restored["own"]["dropped"] == {"loaded": True, "gone": True}
+    assert all(restored["own"]["right"][case] for case in TRITON)
+
+
+def test_a_kernel_tuned_in_the_capture_is_named_and_the_others_go_on(other: tuple[Row, Row]) -> None:
+    before, after = other
+    assert list(before["troubles"]) == ["tuned_late"]
+    assert before["refused"]["tuned_late"] == before["troubles"]["tuned_late"] != ""
+    assert "captur" in before["troubles"]["tuned_late"], before["troubles"]
+    for case in ("product", "norms"):
+        assert after["outputs"][case] == before["outputs"][case]
+    assert list(after["native"]["troubles"])[-1:] == ["tuned_late"]
+
+
+def test_two_copies_of_one_binary_do_not_get_each_others_variables(other: tuple[Row, Row]) -> None:
+    """Either both come back as they were, or what uses them is refused."""
+    before, after = other
+    assert before["right"]["twice"]
+    for case in ("twice", "scaled"):
+        if case in before["refused"]:
+            assert "variable" in before["refused"][case]
+            assert after["native"]["right"][case]
+        else:
+            assert (case not in after["failed"], after["right"].get(case)) == (True, True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+def test_what_nccl_launches_is_refused_on_both_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.graph_cases_nccl"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for out in said:
+        rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        assert rows, out[-4000:]
+        row = rows[-1]
+        assert "collective kernel nccl" in row["why"], row
+        assert (row["kept"], row["refused"]) == (2, [row["name"]]), row
+        assert row["right"] == {"product": True, "collective": True, "scaled": True}
