@@ -1,0 +1,1 @@
+"""Keeping an engine in service: its launcher, its supervision, and the address that clients see."""
