@@ -19,9 +19,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fer.paths",),
     ("fer.options", "fer.report", "fer.waterfall"),
     ("fer.memory", "fer.engines.base", "fer.engines.graphs", "fer.environment", "fer.fingerprint"),
-    ("fer.weights", "fer.cudagraph"),
+    ("fer.weights", "fer.cudagraph", "fer.kernels"),
     ("fer.diagnosis",),
-    ("fer.stages", "fer.weights.stage", "fer.cudagraph.stage"),
+    ("fer.stages", "fer.weights.stage", "fer.cudagraph.stage", "fer.kernels.stage"),
     ("fer.orchestrator",),
     ("fer.engines",),  # adapters stand beside recover; STRANGERS keeps them and the stages apart
     ("fer.standby",),
@@ -33,6 +33,7 @@ STRANGERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # Stages and recover know engines by their protocol only.
     ("fer.weights", ("fer.engines.module", "fer.engines.transformers", "fer.engines.conformance")),
     ("fer.cudagraph", ("fer.engines.module", "fer.engines.transformers", "fer.engines.conformance")),
+    ("fer.kernels", ("fer.engines.module", "fer.engines.transformers", "fer.engines.conformance")),
     ("fer.stages", ("fer.engines.module", "fer.engines.transformers", "fer.engines.conformance")),
     ("fer.orchestrator", ("fer.engines.module", "fer.engines.transformers", "fer.engines.conformance")),
     # Adapters describe engines; what is done with that is not theirs to know.
@@ -53,8 +54,8 @@ TORCH_AT_THE_TOP = (
 )
 """Rooms whose files may import torch when they are imported: these are reached through functions only."""
 
-NEVER_TORCH = ("fer.weights.keeper", "fer.weights.wire", "fer.weights.client")
-IMPORT_FREE = ("fer.weights", "fer.cudagraph", "fer.memory", "fer.engines", "fer.cli")
+NEVER_TORCH = ("fer.weights.keeper", "fer.weights.wire", "fer.weights.client", "fer.kernels")
+IMPORT_FREE = ("fer.weights", "fer.cudagraph", "fer.kernels", "fer.memory", "fer.engines", "fer.cli")
 """Packages whose __init__ loads nothing, since a part of each is imported without the rest."""
 
 

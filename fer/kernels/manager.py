@@ -1,0 +1,244 @@
+"""Triton's cache, verified on every read: ``TRITON_CACHE_MANAGER=fer.kernels.manager:VerifyingManager``.
+
+Triton's own manager returns what lies in its folder: an empty binary is a hit, a broken list ends the process, and a
+moved folder is compiled again as a whole because lists hold absolute paths. This one compares every file with a
+SHA-256 from when it was written, finds files by their names, and answers ``None`` to anything odd: Triton then
+compiles, and the result replaces what was damaged. It writes the format of the stock manager, which may read the same
+folder at any time.
+
+This file imports no Triton, so the name can be set before Triton is there and where it never will be.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fer.kernels import entry
+from fer.kernels.entry import Odd, Sidecar, Stored
+
+SPEC: Final = "fer.kernels.manager:VerifyingManager"
+log = logging.getLogger("fer")
+
+
+@dataclass
+class Counts:
+    """What managers of this process did.
+
+    Attributes:
+        hits, misses: groups looked up.
+        adopted: entries without a sidecar that were looked at and got one.
+        damaged: entries that were odd, with the reason, by key and name.
+        unwritten: why results could not be stored, ``""`` where all could.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    adopted: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+    unwritten: str = ""
+
+
+COUNTS = Counts()
+ADOPTED: set[str] = set()
+"""Keys of entries that got their sidecar in this process, and do not say yet what their key is made of."""
+
+
+class CacheManager:
+    """Carries the name by which Triton recognises a manager, without an import of Triton."""
+
+
+class VerifyingManager(CacheManager):
+    """One entry of the cache, as Triton uses it; see the module.
+
+    Args:
+        key: the entry's key, as a folder's name.
+        override, dump: the folder is the user's, for looking at and changing kernels: nothing is verified there.
+    """
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+        from triton import knobs
+
+        cache = knobs.cache
+        root = cache.dump_dir if dump else cache.override_dir if override else cache.dir
+        if not root:
+            raise RuntimeError("Could not create or locate cache dir")  # Triton's own words: nothing of ours is wrong
+        self.key = key
+        # Absolute: the stock manager's readers may have another working directory than this process.
+        self.cache_dir = os.path.join(os.path.abspath(root), key)
+        self.lock_path = None if override and not dump else os.path.join(self.cache_dir, "lock")
+        self._verified = not (override or dump)
+        self._written: dict[str, Stored] = {}
+        self._scattered = False
+        if not override or dump:
+            try:
+                os.makedirs(self.cache_dir, exist_ok=True)
+            except OSError as error:
+                if not self._verified:
+                    raise
+                self._spill(error)
+
+    # -- what Triton calls
+
+    def has_file(self, filename: str) -> bool:
+        """Whether a file is there, whatever it holds."""
+        return os.path.exists(os.path.join(self.cache_dir, filename))
+
+    def get_file(self, filename: str) -> str | None:
+        """Path of a file, verified where it is one of its own, such as a host library; None for a miss."""
+        path = os.path.join(self.cache_dir, filename)
+        if not self.has_file(filename):
+            return None
+        if not self._verified or not entry.is_loose(filename):
+            return path
+        return path if self._sound(filename, [filename], loose=True) else None
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """Paths of a group's files by name, every byte of them verified; None for a miss."""
+        names: list[str] = []
+        try:
+            found = entry.group_names(self.cache_dir, filename)
+            if found is None:
+                COUNTS.misses += self._verified
+                return None
+            names = found
+        except Odd as odd:
+            self._refuse(filename, [], str(odd))
+            return None
+        if self._verified and not self._sound(filename, names, loose=False):
+            return None
+        COUNTS.hits += self._verified
+        return {name: os.path.join(self.cache_dir, name) for name in names}
+
+    def put(self, data: Any, filename: str, binary: bool = True) -> str:
+        """Store a file; its path, which is readable in this process even where the cache takes nothing."""
+        content = data if isinstance(data, bytes) else str(data).encode()
+        try:
+            path = entry.write(self.cache_dir, filename, content)
+        except FileNotFoundError:
+            # Another process tidied the folder away while it was empty.
+            path = self._put_again(filename, content)
+        except OSError as error:
+            path = self._put_elsewhere(filename, content, error)
+        self._written[filename] = Stored.of(content)
+        if self._verified and entry.is_loose(filename):
+            self._store_sidecar(filename, Sidecar({filename: self._written[filename]}))
+        return path
+
+    def put_group(self, filename: str, group: dict[str, str]) -> str:
+        """Complete a group: it exists for other processes from here on."""
+        path = os.path.join(self.cache_dir, entry.GROUP + filename)
+        if self._scattered:
+            return path  # a list of files that are not all here would be a lie to the next process
+        try:
+            if not self._verified:
+                return entry.write(self.cache_dir, entry.GROUP + filename, entry.group_list(self.cache_dir, group))
+            files = {name: self._written.get(name) or self._stored(name) for name in group}
+            return entry.write_group(self.cache_dir, filename, group, Sidecar(files))
+        except (OSError, Odd) as error:
+            self._spill(error)
+            return path
+
+    # -- how
+
+    def _sound(self, name: str, names: list[str], *, loose: bool) -> bool:
+        """Verify against the sidecar, or look at the structure and write one."""
+        for attempt in (1, 2):
+            sidecar = None
+            try:
+                sidecar = entry.load_sidecar(self.cache_dir, name)
+                if sidecar is not None:
+                    entry.verify(self.cache_dir, names, sidecar)
+                    return True
+                made = entry.inspect(self.cache_dir, names, "" if loose else name)
+            except Odd as odd:
+                # A writer may have replaced files between our reads: then the sidecar is another one by now.
+                if attempt == 1 and self._sidecar_changed(name, sidecar):
+                    continue
+                self._refuse(name, names, str(odd))
+                return False
+            COUNTS.adopted += 1
+            ADOPTED.add(self.key)
+            self._store_sidecar(name, made)
+            return True
+        return False
+
+    def _sidecar_changed(self, name: str, seen: Sidecar | None) -> bool:
+        try:
+            return entry.load_sidecar(self.cache_dir, name) != seen
+        except Odd:
+            return False
+
+    def _refuse(self, name: str, names: list[str], why: str) -> None:
+        COUNTS.misses += 1
+        place = entry.quarantine(self.cache_dir, name, names, why)
+        first = not COUNTS.damaged
+        COUNTS.damaged[f"{self.key}/{name}"] = why
+        text = "cache entry %s of kernel %s is damaged and is compiled again: %s%s"
+        kept = f" (kept in {place})" if place else ""
+        more = "; further ones are logged as debug messages" if first else ""
+        log.log(
+            logging.WARNING if first else logging.DEBUG,
+            text,
+            self.key,
+            name.rpartition(".")[0] or name,
+            why,
+            kept + more,
+        )
+
+    def _stored(self, name: str) -> Stored:
+        return Stored.of(entry.read(os.path.join(self.cache_dir, name)))
+
+    def _store_sidecar(self, name: str, sidecar: Sidecar) -> None:
+        # A folder that may be read only, such as one in an image, is verified by structure each time.
+        with contextlib.suppress(OSError):
+            entry.write(self.cache_dir, entry.SIDECAR + name, sidecar.to_json())
+
+    def _put_again(self, filename: str, content: bytes) -> str:
+        try:
+            os.makedirs(self.cache_dir, exist_ok=True)
+            return entry.write(self.cache_dir, filename, content)
+        except OSError as error:
+            return self._put_elsewhere(filename, content, error)
+
+    def _put_elsewhere(self, filename: str, content: bytes, error: OSError) -> str:
+        if not self._verified:
+            raise error
+        self._scattered = True
+        self._spill(error)
+        return entry.write(_elsewhere(self.key), filename, content)
+
+    def _spill(self, error: Exception) -> None:
+        """The cache takes nothing: this process goes on with files of its own, and says so once."""
+        if not COUNTS.unwritten:
+            COUNTS.unwritten = str(error)
+            log.warning(
+                "compiled kernels cannot be stored in %s and are compiled again by every process: %s",
+                os.path.dirname(self.cache_dir),
+                error,
+            )
+
+
+_private: dict[int, str] = {}  # by process: a fork must not remove its parent's
+
+
+def _elsewhere(key: str) -> str:
+    """A folder of this process for one entry; Triton reads a kernel's files back right after it stored them."""
+    pid = os.getpid()
+    if pid not in _private:
+        _private[pid] = tempfile.mkdtemp(prefix="fer-kernels-")
+        atexit.register(_tidy, pid)
+    folder = os.path.join(_private[pid], key)
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
+def _tidy(pid: int) -> None:
+    if pid == os.getpid():
+        shutil.rmtree(_private[pid], ignore_errors=True)
