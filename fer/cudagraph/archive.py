@@ -31,6 +31,9 @@ from fer.cudagraph.records import (
 from fer.errors import ArchiveError
 
 SUFFIX: Final = ".fergraph"
+FORMAT: Final = 2
+"""What the facts mean; another number is a miss."""
+
 _RAW: Final = frozenset({"binaries"})
 _GRAPH: Final = np.dtype([("node", "<u8"), ("nodes", "<u8"), ("edge", "<u8"), ("edges", "<u8"), ("parent", "<i4")])
 _FUNCTION: Final = np.dtype(
@@ -57,8 +60,10 @@ class Archive:
     """A saved set of graphs.
 
     Attributes:
-        facts: plain data: ``fingerprint`` (must match), ``ranges`` and ``owners`` (addresses), ``outputs`` and
-            ``inputs`` by graph, ``refused`` (graph to reasons), ``golden`` (output digests by checkpoint content).
+        facts: plain data: ``fingerprint`` (must match), ``ranges`` and ``owners`` (addresses), ``weights`` (digest of
+            their layout), ``uses`` (graph to indices of owners), ``outputs`` by graph, ``refused`` (graph to reasons),
+            ``golden`` (digests of the probes by checkpoint content, then graph), ``kv`` (size, and the slab that
+            stands for it in a proof).
         digest: names this very file; empty for one that was not written yet.
     """
 

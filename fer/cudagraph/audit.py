@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -74,6 +74,7 @@ class Owners:
     def __init__(self, owners: Iterable[Owner]) -> None:
         self.all = sorted((o for o in owners if o.size > 0), key=lambda owner: owner.address)
         self._starts = np.array([owner.address for owner in self.all], "<u8")
+        self._sorted = self._starts.tolist()
         self._reach = np.maximum.accumulate(np.array([o.address + o.size for o in self.all] or [0], "<u8"))
 
     def covers(self, words: Array) -> Array:
@@ -86,11 +87,27 @@ class Owners:
 
     def name_of(self, address: int) -> str:
         """The owner of an address, ``""`` for none."""
-        place = bisect.bisect_right(self._starts.tolist(), address)
-        for owner in reversed(self.all[:place]):
-            if address < owner.address + owner.size:
-                return owner.name
-        return ""
+        return next((owner.name for owner in self.holding(address)), "")
+
+    def holding(self, address: int) -> Iterator[Owner]:
+        """All owners of an address, those that begin nearest to it first."""
+        place = bisect.bisect_right(self._sorted, address)
+        while place and address < int(self._reach[place - 1]):
+            place -= 1
+            if address < self.all[place].address + self.all[place].size:
+                yield self.all[place]
+
+    def touched(self, words: Array) -> set[str]:
+        """Names of all owners that any of these words points into."""
+        inside = np.unique(words[self.covers(words)])
+        places = np.searchsorted(self._starts, inside, side="right") - 1
+        ends = np.array([owner.address + owner.size for owner in self.all], "<u8")
+        plain = inside < ends[places] if len(inside) else np.zeros(0, bool)
+        found = {self.all[place].name for place in np.unique(places[plain]).tolist()}
+        nested = self._reach[places] != ends[places] if len(inside) else plain
+        for word in inside[nested | ~plain].tolist():
+            found |= {owner.name for owner in self.holding(word)}
+        return found
 
 
 def audit(
@@ -134,6 +151,25 @@ def audit(
     return refusals
 
 
+def module_refusals(tables: Tables, graph: Graph) -> list[Refusal]:
+    """Reasons that lie in what became of a kernel's module, of a graph and its children."""
+    found = []
+    for index in tables.functions_of(graph):
+        function = tables.functions[index]
+        trouble = tables.images[function.image].trouble if function.image >= 0 else ""
+        if trouble:
+            found.append(Refusal(graph.name, f"kernel {function.name}: {trouble}"))
+    return found
+
+
+def uses(tables: Tables, graph: Graph, owners: Owners) -> set[str]:
+    """Names of the owners that a graph's parameters, and its children's, point into."""
+    found = owners.touched(_words(graph)[0])
+    for child in graph.nodes["child"][graph.nodes["child"] >= 0].tolist():
+        found |= uses(tables, tables.graphs[child], owners)
+    return found
+
+
 def _function_trouble(tables: Tables, index: int, ignore: Callable[[str], bool] | None) -> list[str]:
     if index < 0:
         return ["a kernel whose function the driver cannot name"]
@@ -141,8 +177,6 @@ def _function_trouble(tables: Tables, index: int, ignore: Callable[[str], bool] 
     found = []
     if function.image < 0:
         found.append(f"kernel {function.name}: its binary was not seen when it was loaded")
-    elif tables.images[function.image].trouble:
-        found.append(f"kernel {function.name}: {tables.images[function.image].trouble}")
     if ignore is not None and ignore(function.name):
         return found
     if COLLECTIVES.search(function.name):

@@ -35,7 +35,7 @@ from fer.cudagraph.records import (
     Tables,
     attributes_of,
 )
-from fer.cudagraph.walk import Built, walk
+from fer.cudagraph.walk import Built, Given, walk
 from fer.errors import FerBug, GraphRefused
 
 
@@ -52,7 +52,9 @@ class Builder:
     tables: Tables
     functions: Sequence[int]
     context: int
+    _names: dict[int, int] = field(default_factory=dict)
     _defaults: dict[int, dict[int, tuple[int, bytes]]] = field(default_factory=dict)
+    _given: dict[int, Given] = field(default_factory=dict)
     _layouts: tuple[Array, Array, Array] | None = None
     _differing: dict[tuple[int, int], tuple[tuple[int, Any], ...]] = field(default_factory=dict)
 
@@ -74,27 +76,18 @@ class Builder:
 
     def read_back(self, handle: int, nodes: Array, graph: Graph) -> str:
         """The digest of what the driver holds now, to be compared with that of the tables. Raises DriverError."""
-        names = {int(value): index for index, value in enumerate(self.functions) if value}
+        if len(self._names) != len(self.functions) - list(self.functions).count(0):
+            self._names = {int(value): index for index, value in enumerate(self.functions) if value}
 
         def known(func: int, kern: int) -> int:
-            if func not in names and kern:
+            if func not in self._names and kern:
                 func = self.cuda.value("kernel_function", kern, first=True)
-            return names.get(func, -1)
+            return self._names.get(func, -1)
 
-        seen = Tables(functions=self.tables.functions, images=self.tables.images)
-        seen.share_identities(self.tables)
-        built = Built(nodes, graph.nodes["kind"], self._expected)
+        seen = self.tables.again()
+        built = Built(nodes, graph.nodes["kind"], self._given)
         place = walk(self.cuda, handle, graph.name, seen, known, built=built)
         return seen.digest(seen.graphs[place])
-
-    def _expected(self, function: int) -> tuple[tuple[int, ...], bytes]:
-        """Launch attributes that nodes of a function were given, and its plain set."""
-        written = {number for (f, _), todo in self._differing.items() if f == function for number, _ in todo}
-        rows = np.zeros(len(ATTRIBUTE_IDS), ATTRIBUTE)
-        for row, number in enumerate(ATTRIBUTE_IDS):
-            status, value = self._defaults[function][number]
-            rows[row] = (status, np.void(value if status == 0 else bytes(64)))
-        return tuple(sorted(written)), rows.tobytes()
 
     def make(self, graph: Graph) -> int:
         """Build, read back and compare, instantiate: an executable graph. The graph itself is given back.
@@ -225,7 +218,21 @@ class Builder:
         for number, (status, value) in recorded.items():
             if status == 0 and self._defaults[function][number] != (0, value):
                 todo.append((number, ctypes.create_string_buffer(value, 64)))
+        self._note(function, [number for number, _ in todo])
         return tuple(todo)
+
+    def _note(self, function: int, numbers: Sequence[int]) -> None:
+        """Remember which launch attributes nodes of a function are given: the read-back asks for those."""
+        known = self._given.get(function)
+        if known is None:
+            rows = np.zeros(len(ATTRIBUTE_IDS), ATTRIBUTE)
+            for row, number in enumerate(ATTRIBUTE_IDS):
+                status, value = self._defaults[function][number]
+                rows[row] = (status, np.void(value if status == 0 else bytes(64)))
+            known = Given((), rows.tobytes())
+        wanted = {number for _, number in known.rows} | set(numbers)
+        rows_of = tuple((row, number) for row, number in enumerate(ATTRIBUTE_IDS) if number in wanted)
+        self._given[function] = Given(rows_of, known.plain)
 
     # -- edges
 

@@ -79,7 +79,8 @@ def capture(
         for size in ordered:
             graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=pool, stream=made.stream):
+                # What other threads ask of the driver meanwhile is no concern of this capture.
+                with torch.cuda.graph(graph, pool=pool, stream=made.stream, capture_error_mode="thread_local"):
                     outputs = graphs.step(size)
             except (
                 RuntimeError
@@ -93,6 +94,28 @@ def capture(
             graph.instantiate()
         made.instantiate_s = time.perf_counter() - begin
     return made
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Seconds that capturing one graph takes natively, warm-ups not counted.
+
+    Attributes:
+        default_gc: with the garbage collector as the engine has it.
+        frozen_gc: with it frozen, as FER captures.
+    """
+
+    size: int
+    default_gc: float
+    frozen_gc: float
+
+
+def baseline(graphs: DecodeGraphs) -> Baseline:
+    """Capture the first batch size twice more, into memory that is given back: what FER's own captures compare with."""
+    size = graphs.batch_sizes[0]
+    default = capture(graphs, [size], None, freeze=False, keep=False)
+    quick = capture(graphs, [size], None, keep=False)
+    return Baseline(size, default.capture_s, quick.capture_s)
 
 
 def blocks_of(pool_id: tuple[int, int], name: str) -> list[Owner]:

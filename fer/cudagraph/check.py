@@ -1,12 +1,13 @@
-"""Whether a restored graph does what the captured one did, seen by its outputs."""
+"""Whether restored graphs do what the captured ones did, seen by their outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from fer.cudagraph.probe import NUMBERS, fill_pattern, replay_digest
 from fer.cudagraph.restore import outputs_of
-from fer.cudagraph.save import digests
+from fer.engines.graphs import DEEP, SHALLOW
 from fer.errors import FerError
 
 if TYPE_CHECKING:
@@ -16,33 +17,59 @@ if TYPE_CHECKING:
 _CLOSE = 2e-2
 
 
-def check(plan: Plan, graphs: DecodeGraphs, name: str, golden: Sequence[str] | None, device: str) -> str:
-    """Why a graph may not be used, ``""`` where it may.
+def check(
+    plan: Plan, graphs: DecodeGraphs, names: Sequence[str], golden: Mapping[str, Sequence[str]] | None, *, deep: bool
+) -> dict[str, str]:
+    """Why graphs may not be used, by name; those that may are not in it.
 
     Args:
-        golden: digests of its outputs for this checkpoint; None where other weights were in place when it was saved,
-            ``[]`` where two native runs differed. Both are compared with one eager step.
+        golden: digests of the probes for this checkpoint; None where other weights were in place when the graphs were
+            saved. Graphs without digests are compared with one eager step.
+        deep: replay the deep probes too. The cache is filled for them, and zeros afterwards.
     """
+    assert plan.archive is not None
+    kv, wrong = plan.ranges.kv, dict[str, str]()
+    if deep and golden and plan.archive.facts["kv"]["deep"]:
+        try:
+            fill_pattern(plan.cuda, kv.address, kv.mapped)
+            for name in names:
+                wrong |= _of(plan, graphs, name, DEEP, golden.get(name))
+        finally:
+            plan.cuda.call("synchronize")
+            plan.cuda.call("fill", kv.address, 0, kv.mapped)
+            plan.cuda.call("synchronize")
+    for name in names:
+        wrong |= _of(plan, graphs, name, SHALLOW, (golden or {}).get(name))
+    return wrong
+
+
+def _of(plan: Plan, graphs: DecodeGraphs, name: str, number: int, golden: Sequence[str] | None) -> dict[str, str]:
+    assert plan.archive is not None
+    size, graph = int(name.rpartition("/")[2]), plan.ready.graphs[name]
+    recorded = golden[NUMBERS.index(number)] if golden else ""
+    try:
+        outputs = outputs_of(plan.archive, name, f"cuda:{plan.device.ordinal}", plan.ranges)
+        if recorded:
+            same = replay_digest(graphs, size, number, graph.replay, outputs) == recorded
+            return {} if same else {name: "its outputs are not the recorded ones"}
+        why = _beside_eager(graphs, size, number, graph, outputs)
+    except (FerError, RuntimeError, KeyError) as error:
+        why = f"its outputs could not be compared: {error}"
+    return {name: why} if why else {}
+
+
+def _beside_eager(graphs: DecodeGraphs, size: int, number: int, graph: Any, outputs: Mapping[str, Any]) -> str:
     import torch
 
-    assert plan.archive is not None
-    size, graph = int(name.rpartition("/")[2]), plan.ready[name]
-    try:
-        outputs = outputs_of(plan.archive, name, device, plan.ranges)
-        with torch.inference_mode():
-            if golden:
-                found = digests(graphs, size, graph.replay, outputs)
-                return "" if found == list(golden) else "its outputs are not the recorded ones"
-            graphs.fill(size, 0)
-            eager = {key: value.clone() for key, value in graphs.step(size).items()}
-            graphs.fill(size, 0)
-            graph.replay()
-            torch.cuda.synchronize()
-            for key, value in outputs.items():
-                if not torch.equal(value, eager[key]) and not (
-                    value.is_floating_point() and torch.allclose(value.float(), eager[key].float(), _CLOSE, _CLOSE)
-                ):
-                    return f"its output {key} is not that of an eager step"
-    except (FerError, RuntimeError, KeyError) as error:
-        return f"its outputs could not be compared: {error}"
+    with torch.inference_mode():
+        graphs.fill(size, number)
+        eager = {key: value.clone() for key, value in graphs.step(size).items()}
+        graphs.fill(size, number)
+        graph.replay()
+        torch.cuda.synchronize()
+        for key, value in outputs.items():
+            if not torch.equal(value, eager[key]) and not (
+                value.is_floating_point() and torch.allclose(value.float(), eager[key].float(), _CLOSE, _CLOSE)
+            ):
+                return f"its output {key} is not that of an eager step"
     return ""

@@ -9,16 +9,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from fer import fingerprint
+from fer import __version__, fingerprint
 from fer.cudagraph import archive as archives
 from fer.cudagraph import sections, state, store
 from fer.cudagraph.archive import Archive
 from fer.cudagraph.audit import Owner
 from fer.cudagraph.cupti import Recorder
 from fer.cudagraph.libcuda import Cuda, open_cuda
-from fer.cudagraph.restore import Restorer, place
+from fer.cudagraph.restore import Outlet, Restorer, place
 from fer.environment import driver_environment, package_version, probe
 from fer.errors import FerError, GraphRefused, MappingError
 from fer.fingerprint import Fingerprint
@@ -51,7 +51,8 @@ class Plan:
         archive: what is being restored; None where graphs are captured.
         why: why nothing is restored, ``""`` where it is.
         unsaved: why what is captured cannot be saved, ``""`` where it can.
-        ready: graphs restored so far, by name.
+        unproven: the archive at hand would fit, but its proof has to be made first: again, in this start.
+        ready: graphs restored so far.
     """
 
     graphs: DecodeGraphs
@@ -66,7 +67,8 @@ class Plan:
     unsaved: str = ""
     recorder: Recorder | None = None
     restorer: Restorer | None = None
-    ready: dict[str, Any] = field(default_factory=dict)
+    unproven: bool = False
+    ready: Outlet = field(default_factory=Outlet)
 
     def close_recorder(self) -> None:
         """Give CUPTI back."""
@@ -116,7 +118,7 @@ def describe(start: Start, graphs: DecodeGraphs, ranges: Ranges, device: CudaDev
     capability = ".".join(str(device.attribute(f"COMPUTE_CAPABILITY_{part}")) for part in ("MAJOR", "MINOR"))
     base = fingerprint.of(start.engine.identity(), driver_environment(device.name, capability))
     extra = {
-        "format": sections.VERSION,
+        "format": [sections.VERSION, archives.FORMAT],
         "batch_sizes": list(graphs.batch_sizes),
         "warm_ups": graphs.warm_ups,
         "kv": dict(graphs.layout()),
@@ -159,7 +161,7 @@ def _ordinal(device: str) -> int:
     return int(match[1]) if match[1] else current_ordinal()
 
 
-def _switches() -> Mapping[str, Any]:
+def _switches() -> Mapping[str, object]:
     import torch
 
     return {
@@ -192,8 +194,16 @@ def _choose(plan: Plan) -> None:
             plan.why = "the archive is another's: " + "; ".join(str(each) for each in differences[:3]) + more
             return
         known = state.load(plan.path, digest)
+        if known.outdated:
+            plan.why = f"the archive is saved anew: {known.outdated}"
+            return
+        if known.proof == "failed" and known.by == __version__:
+            plan.why = f"the archive's proof failed: {known.why}"
+            plan.unsaved = "what was captured would be the same; `fer graphs prune` forgets it"
+            return
         if known.proof != "proven":
-            plan.why = f"the archive is {known.proof}: {known.why or 'its proof has not ended'}"
+            plan.why = f"the archive is unproven: {known.why or 'its proof has not ended'}"
+            plan.unsaved, plan.unproven = "it is proven again instead", True
             return
         if not plan.graphs.pin(facts["fingerprint"]["group"]["graphs"]["kv"]):
             plan.why = "the engine cannot take the archive's key/value cache"
@@ -219,7 +229,7 @@ def begin(plan: Plan) -> None:
         plan.restorer = Restorer(
             plan.archive,
             plan.cuda,
-            plan.ready.__setitem__,
+            plan.ready.put,
             order=order,
             context=plan.device.context,
             keep=[plan.ranges],

@@ -9,20 +9,23 @@ over and over in place of a second real one, and writes the recorded inputs. Unt
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import logging
+import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fer import __version__
 from fer.cudagraph import archive as archives
 from fer.cudagraph import state
 from fer.cudagraph.archive import Archive
-from fer.errors import ArchiveError, FerError, from_dict
+from fer.errors import ArchiveError, FerError, MappingError, from_dict
 
 if TYPE_CHECKING:
     from fer.cudagraph.libcuda import Cuda
@@ -31,17 +34,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("fer")
 
 LIMIT_S: Final = 300.0
+_CHILDREN: Final = 4
+"""Children to go through at most: each may die of another graph."""
+
+_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the child is told, as JSON on its standard input."""
+    """What the child is told, as JSON on its standard input.
+
+    Attributes:
+        skip: graphs that an earlier child died of.
+    """
 
     archive: str
     ordinal: int
     checkpoint: str
     edition: str
     runtime_dir: str
+    skip: tuple[str, ...] = ()
 
 
 def begin(
@@ -50,7 +62,7 @@ def begin(
     """Prove an archive in the background; the outcome is written beside it and logged."""
     digest = archives.facts_of(path)[1]
     if not worth:
-        state.save(path, state.State(digest, "failed", "none of its graphs can be kept"))
+        state.save(path, state.State(digest, "failed", "none of its graphs can be kept", by=__version__))
         return None
     request = Request(str(path), ordinal, checkpoint, edition, str(runtime_dir or ""))
     thread = threading.Thread(target=prove, args=(request, digest), name="fer-graph-proof", daemon=True)
@@ -59,22 +71,28 @@ def begin(
 
 
 def prove(request: Request, digest: str) -> state.State:
-    """Run the child and write down what came of it."""
-    known = state.State(digest)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "fer.cudagraph.proof"],
-            check=False,
-            input=json.dumps(vars(request)),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        _judge(known, done.returncode, done.stdout, done.stderr)
-    except subprocess.TimeoutExpired:
-        known.why = f"the proof did not end within {LIMIT_S:.0f} s"
-    except OSError as error:
-        known.why = f"the proof could not be started: {error}"
+    """Run the child, again without the graph it died of where it did, and write down what came of it."""
+    known = state.State(digest, by=__version__)
+    for _ in range(_CHILDREN):
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "fer.cudagraph.proof"],
+                check=False,
+                input=json.dumps(vars(request)),
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+            died_of = _judge(known, done.returncode, done.stdout, done.stderr)
+        except subprocess.TimeoutExpired:
+            known.why = f"the proof did not end within {LIMIT_S:.0f} s"
+            break
+        except OSError as error:
+            known.why = f"the proof could not be started: {error}"
+            break
+        if not died_of:
+            break
+        request = replace(request, skip=(*request.skip, died_of))
     try:
         state.save(Path(request.archive), known)
     except ArchiveError as error:
@@ -83,22 +101,26 @@ def prove(request: Request, digest: str) -> state.State:
     return known
 
 
-def _judge(known: state.State, code: int, out: str, err: str) -> None:
-    """From the child's end to a state. A child that died proves the archive wrong; one that lacked memory nothing."""
+def _judge(known: state.State, code: int, out: str, err: str) -> str:
+    """From the child's end to a state; the graph it could not go on after, ``""`` for none.
+
+    A child that crashed proves the archive wrong; one that lacked memory, or that somebody killed, proves nothing.
+    """
     try:
         answer = json.loads(out.strip().splitlines()[-1])
         if "error" in answer:
-            error = from_dict(answer["error"])
-            known.why = str(error)
-            return
-        wrong = {str(name): str(why) for name, why in answer["wrong"].items()}
-        proven = int(answer["proven"])
+            known.why = str(from_dict(answer["error"]))
+            return ""
+        known.quarantined |= {str(name): str(why) for name, why in answer["wrong"].items()}
+        proven, died_of = int(answer["proven"]), str(answer.get("died_of", ""))
     except (ValueError, IndexError, KeyError, TypeError, AttributeError):
-        known.proof, known.why = "failed", f"the child ended with {code}: {(err.strip().splitlines() or [''])[-1]}"
-        return
-    known.quarantined = wrong
-    known.proof = "proven" if proven else "failed"
-    known.why = "" if proven else "no graph gave its recorded outputs"
+        last = (err.strip().splitlines() or [""])[-1]
+        known.proof = "unproven" if code in (-signal.SIGKILL, -signal.SIGTERM) else "failed"
+        known.why = f"the child ended with {code}: {last}"
+        return ""
+    known.proof = "proven" if proven and not died_of else "failed"
+    known.why = "" if known.proof == "proven" else "no graph gave its recorded outputs"
+    return died_of
 
 
 # -- in the child --------------------------------------------------------------------------------------------------
@@ -106,7 +128,10 @@ def _judge(known: state.State, code: int, out: str, err: str) -> None:
 
 def main() -> int:
     """Entry point of the child: one JSON object on stdout."""
-    request = Request(**json.load(sys.stdin))
+    # Whoever asked has died: nobody would hear the answer, and the memory is wanted by his successor.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    told = json.load(sys.stdin)
+    request = Request(**{**told, "skip": tuple(told["skip"])})
     try:
         answer = run(request)
     except FerError as error:
@@ -132,10 +157,9 @@ def run(request: Request) -> dict[str, Any]:
     keep: list[Any] = []
     ranges = memory.reserve(device)
     if request.edition:
-        keep.append(_attach(request))
+        keep.append(_attach(request, archive))
     kv = archive.facts["kv"]
-    # Twice the largest tensor and a bit: keys and values of one layer, side by side, never fall on each other.
-    ranges.kv.map_over_and_over(kv["bytes"], 2 * kv["largest"] + (2 << 20))
+    ranges.kv.map_over_and_over(kv["bytes"], kv["slab"])
     ranges.static.map(archive.facts["ranges"]["static"]["used"])
     import torch
 
@@ -151,36 +175,74 @@ def run(request: Request) -> dict[str, Any]:
     refused = archive.facts.get("refused", {})
     wrong = {name: why for name, why in restorer.progress.failed.items() if name not in refused}
     golden = archive.facts["golden"].get(request.checkpoint, {})
-    for name, graph in ready.items():
-        if not golden.get(name):
-            wrong[name] = "two native replays differ: its outputs cannot be compared"
-        elif _outputs(archive, cuda, name, graph, ranges, request.ordinal) != golden[name]:
-            wrong[name] = "its outputs are not the recorded ones"
-    return {"proven": len([name for name in ready if name not in wrong]), "wrong": wrong}
+    begin = time.perf_counter()
+    died_of = _compare(archive, cuda, {n: g for n, g in ready.items() if n not in request.skip}, ranges, golden, wrong)
+    seconds = {**restorer.progress.seconds, "replays": time.perf_counter() - begin}
+    return {
+        "proven": len([name for name in ready if name not in wrong and name not in request.skip]),
+        "wrong": wrong,
+        "died_of": died_of,
+        "seconds": {name: round(value, 6) for name, value in seconds.items()},
+    }
 
 
-def _outputs(archive: Archive, cuda: Cuda, name: str, graph: Any, ranges: Ranges, ordinal: int) -> list[str]:
+def _compare(
+    archive: Archive,
+    cuda: Cuda,
+    ready: Mapping[str, Any],
+    ranges: Ranges,
+    golden: Mapping[str, Any],
+    wrong: dict[str, str],
+) -> str:
+    """Replay every probe of every graph; ``wrong`` gets why a graph is not what it was.
+
+    Returns:
+        The graph after which the context was lost, ``""`` if it is well.
+    """
+    from fer.cudagraph.probe import NUMBERS, fill_pattern
+    from fer.engines.graphs import DEEP
+
+    kv = archive.facts["kv"]
+    if kv["deep"]:
+        tail = kv["bytes"] // kv["slab"] * kv["slab"]
+        fill_pattern(cuda, ranges.kv.address, min(kv["slab"], kv["bytes"]))
+        if 0 < tail < kv["bytes"]:
+            fill_pattern(cuda, ranges.kv.address + tail, kv["bytes"] - tail)
+    for number in NUMBERS:
+        if number == DEEP and not kv["deep"]:
+            continue
+        for name, graph in ready.items():
+            recorded = golden.get(name, ("", ""))[NUMBERS.index(number)]
+            if not recorded:
+                wrong[name] = "two native replays differ: its outputs cannot be compared"
+                continue
+            try:
+                if _digest(archive, cuda, name, number, graph, ranges) != recorded:
+                    wrong[name] = "its outputs are not the recorded ones"
+            except (FerError, RuntimeError) as error:  # torch's word for an illegal access; it stays for good
+                wrong[name] = f"its replay failed: {str(error).splitlines()[0]}"
+                return name
+    return ""
+
+
+def _digest(archive: Archive, cuda: Cuda, name: str, number: int, graph: Any, ranges: Ranges) -> str:
     import torch
 
+    from fer.cudagraph.probe import digest_of, hexed, write_inputs
     from fer.cudagraph.restore import outputs_of
-    from fer.cudagraph.save import PROBES, digest_of, probe_name
 
-    outputs = outputs_of(archive, name, f"cuda:{ordinal}", ranges)
-    found = []
-    for number in range(PROBES):
-        prefix = probe_name(name, number)
-        for content in archive.probes:
-            if content.name.startswith(prefix):
-                data = ctypes.create_string_buffer(content.data, len(content.data))
-                cuda.call("to_device", content.address, ctypes.addressof(data), len(content.data))
-        graph.replay()
-        torch.cuda.synchronize()
-        found.append(digest_of(outputs))
-    return [hashlib.sha256(each.cpu().numpy().tobytes()).hexdigest() for each in found]
+    write_inputs(cuda, archive.probes, name, number)
+    graph.replay()
+    torch.cuda.synchronize()
+    return hexed(digest_of(outputs_of(archive, name, f"cuda:{ranges.device.ordinal}", ranges)))
 
 
-def _attach(request: Request) -> Any:
-    """The weights of the engine that saved, read-only, where they lie there."""
+def _attach(request: Request, archive: Archive) -> Any:
+    """The weights of the engine that saved, read-only, where they lie there.
+
+    Raises:
+        MappingError: they do not lie where the graphs look for them.
+    """
     from fer.memory.open import open_backend
     from fer.weights.client import KeeperClient
 
@@ -189,6 +251,12 @@ def _attach(request: Request) -> Any:
     backend = open_backend(f"cuda:{request.ordinal}", "vmm")
     device = [(info, fd) for info, fd in leased.slabs if info.kind == "cuda"]
     mapped = backend.attach_many([(fd, info.size, info.address) for info, fd in device])
+    spans = sorted((info.address, info.address + info.size) for info, _ in device)
+    for name, address, size in archive.facts["owners"]:
+        if name.startswith("weight/") and not any(low <= address and address + size <= high for low, high in spans):
+            raise MappingError(
+                f"{name} does not lie where the graphs look for it", why="the weights were laid out anew"
+            )
     return client, leased, mapped
 
 

@@ -6,6 +6,7 @@ Standard library and numpy only: archives are read, audited and compared on mach
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -108,7 +109,7 @@ class Function:
     layout: tuple[tuple[int, int], ...]
     attributes: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """Bytes of a packed parameter block."""
         return max((offset + size for offset, size in self.layout), default=0)
@@ -167,6 +168,8 @@ class Tables:
     attributes: list[bytes] = field(default_factory=list)  # each ATTRIBUTE x len(ATTRIBUTE_IDS)
     _attribute_index: dict[bytes, int] = field(default_factory=dict, repr=False)
     _identities: dict[int, bytes] = field(default_factory=dict, repr=False)
+    _offsets: dict[int, Array] = field(default_factory=dict, repr=False)
+    _written: dict[int, Array] = field(default_factory=dict, repr=False)
 
     def attribute_set(self, value: bytes) -> int:
         """Index of a set of launch attributes, added where it is new."""
@@ -199,9 +202,32 @@ class Tables:
             self._identities[index] = hashlib.sha256(text).digest()
         return self._identities[index]
 
-    def share_identities(self, other: Tables) -> None:
-        """Take over what ``other``, with the same functions and binaries, knows of their identities."""
-        self._identities = other._identities
+    def offsets(self, function: int) -> Array:
+        """Offsets of a function's parameters in bytes, ``(parameters,)`` int64."""
+        if function not in self._offsets:
+            self._offsets[function] = np.array([offset for offset, _ in self.functions[function].layout], np.int64)
+        return self._offsets[function]
+
+    def written(self, function: int) -> Array:
+        """Which bytes of a function's parameter block belong to a parameter: ones, and zeros in the gaps between."""
+        if function not in self._written:
+            mask = np.zeros(self.functions[function].bytes, "<u1")
+            for offset, size in self.functions[function].layout:
+                mask[offset : offset + size] = 1
+            self._written[function] = mask
+        return self._written[function]
+
+    def again(self) -> Tables:
+        """Tables without graphs over the same everything else, for reading back what was built of these."""
+        return Tables(
+            functions=self.functions,
+            images=self.images,
+            attributes=self.attributes,
+            _attribute_index=self._attribute_index,
+            _identities=self._identities,
+            _offsets=self._offsets,
+            _written=self._written,
+        )
 
     def digest(self, graph: Graph) -> str:
         """SHA-256 over all that the driver can give back of a graph, children included; the read-back compares it."""

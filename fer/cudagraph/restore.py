@@ -6,7 +6,9 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fer.cudagraph")
 
 _LONG_S = 120.0
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 Ready = Callable[[str, Graph], None]
 
@@ -36,26 +39,49 @@ class Progress:
     failed: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def add(self, step: str, begin: float) -> None:
-        self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - begin
+    def __len__(self) -> int:
+        return len(self.ready) + len(self.failed)
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Add to a step's seconds; steps of the two threads overlap."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - begin
 
 
-def verify_owners(recorded: Sequence[Sequence[Any]], now: Sequence[Owner]) -> list[str]:
-    """Names of owners that are missing, moved or smaller than when the graphs were saved; none means all is in place.
+def verify_owners(recorded: Sequence[Sequence[Any]], now: Sequence[Owner]) -> dict[str, str]:
+    """Owners that are missing, moved or smaller than when the graphs were saved, with what is wrong; none: all is well.
 
     Owners named ``scratch/…`` belong to nobody here: their memory is mapped and filled by the restore itself.
     """
     places = {owner.name: owner for owner in now}
-    wrong = []
+    wrong = {}
     for name, address, size in recorded:
         if str(name).startswith("scratch/"):
             continue
         owner = places.get(str(name))
         if owner is None:
-            wrong.append(f"owner missing: {name}")
+            wrong[str(name)] = f"owner missing: {name}"
         elif owner.address != address or owner.size < size:
-            wrong.append(f"owner moved: {name} from {address:#x} to {owner.address:#x}, {size} to {owner.size} bytes")
+            wrong[str(name)] = (
+                f"owner moved: {name} from {address:#x} to {owner.address:#x}, {size} to {owner.size} bytes"
+            )
     return wrong
+
+
+def touched(facts: Mapping[str, Any], wrong: Mapping[str, str]) -> dict[str, str]:
+    """Graphs that use any of the owners that :func:`verify_owners` named, each with the first such reason."""
+    names = [str(name) for name, _, _ in facts["owners"]]
+    found = {}
+    for graph in facts["order"]:
+        used = [names[index] for index in facts["uses"].get(graph, range(len(names)))]
+        reason = next((wrong[name] for name in used if name in wrong), "")
+        if reason:
+            found[str(graph)] = reason
+    return found
 
 
 def place(archive: Archive, cuda: Cuda, ranges: Ranges) -> None:
@@ -84,12 +110,42 @@ def _place(archive: Archive, cuda: Cuda, ranges: Ranges) -> None:
         cuda.call("to_device", content.address, ctypes.addressof(data), len(content.data))
 
 
+class Outlet:
+    """Graphs as they become ready: kept until somebody takes them, from then on passed on at once.
+
+    Attributes:
+        graphs: all that became ready, by name.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: dict[str, Graph] = {}
+        self._lock = threading.Lock()
+        self._take: Ready | None = None
+
+    def put(self, name: str, graph: Graph) -> None:
+        """A graph became ready; called by the thread that restores."""
+        with self._lock:
+            self.graphs[name] = graph
+            if self._take is not None:
+                self._take(name, graph)
+
+    def open(self, take: Ready) -> None:
+        """Call ``take`` with every graph, those that are ready now and those that will be."""
+        with self._lock:
+            for name, graph in self.graphs.items():
+                take(name, graph)
+            self._take = take
+
+
 class Restorer:
     """Restores an archive's graphs. :meth:`run` does it here, :meth:`start` in a thread of its own.
 
+    While one graph is built and read back, the one before it is instantiated and uploaded by a second thread: the
+    driver's part of that takes about as long as ours of this.
+
     Args:
         archive: read with binaries.
-        ready: called with name and graph as each becomes usable, from the thread that restores.
+        ready: called with name and graph as each becomes usable, from a thread of the restorer's.
         order: names, most important first.
         context: the ``CUcontext`` to work in.
         verify: check every binary's digest before it is loaded.
@@ -115,6 +171,9 @@ class Restorer:
         self._keep = [archive, self._binaries, *keep]
         self._made: list[Graph] = []
         self._stop = threading.Event()
+        self._moved = threading.Condition()
+        self._ended = False
+        self._after: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._begin = time.perf_counter()
 
@@ -136,70 +195,119 @@ class Restorer:
         self._made.clear()
         self._binaries.close()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """True once every graph is ready or failed."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-            return not self._thread.is_alive()
-        return True
+    def wait(self, timeout: float | None = None, *, count: int | None = None) -> bool:
+        """True once every graph is ready or failed; with ``count``, once that many are."""
+        wanted = len(self._order) if count is None else min(count, len(self._order))
+        with self._moved:
+            return self._moved.wait_for(
+                lambda: self._ended or (count is not None and len(self.progress) >= wanted), timeout
+            )
+
+    def after(self, call: Callable[[], None]) -> None:
+        """Call once everything is ready or failed: at once if it is, else from the thread that restores."""
+        with self._moved:
+            if not self._ended:
+                self._after.append(call)
+                return
+        call()
 
     def run(self) -> None:
         """Restore all graphs, one after another; a failure concerns its graph alone."""
         self._begin = time.perf_counter()
-        self._cuda.push_context(self._context)
         try:
-            names = {graph.name: graph for graph in self.archive.tables.top()}
-            self._binaries.check_ahead(
-                index
-                for name in self._order
-                if name in names
-                for index in self.archive.tables.functions_of(names[name])
-            )
-            for name in self._order:
-                if self._stop.is_set():
-                    self.progress.failed.setdefault(name, "was cancelled")
-                    continue
-                try:
-                    graph = self._restore(name)
-                    self._made.append(graph)
-                    self._ready(name, graph)
-                    self.progress.ready[name] = time.perf_counter() - self._begin
-                except (FerError, KeyError, StopIteration) as error:
-                    _log.warning("graph %s is not restored: %s", name, error)
-                    self.progress.failed[name] = str(error) or repr(error)
-                except Exception as error:  # whatever it is, the engine captures this graph and goes on
-                    _log.exception("restoring graph %s failed", name)
-                    self.progress.failed[name] = f"bug in FER, please report: {error!r}"
+            with self._in_context(), ThreadPoolExecutor(1, thread_name_prefix="fer-graphs-exec") as finisher:
+                self._run(finisher)
         finally:
-            out = ctypes.c_uint64()
-            self._cuda.pop_context(ctypes.byref(out))
+            with self._moved:
+                self._ended = True
+                self._moved.notify_all()
+            for call in self._after:
+                call()
 
-    def _restore(self, name: str) -> Graph:
+    def _run(self, finisher: ThreadPoolExecutor) -> None:
+        tables = self.archive.tables
+        names = {graph.name: graph for graph in tables.top()}
+        self._binaries.check_ahead(
+            index for name in self._order if name in names for index in tables.functions_of(names[name])
+        )
+        for name in self._order:
+            if self._stop.is_set():
+                self._failed(name, GraphRefused("was cancelled"))
+                continue
+            try:
+                handle = self._build(name)
+            except Exception as error:  # whatever it is, the engine captures this graph and goes on
+                self._failed(name, error)
+            else:
+                finisher.submit(self._finish, name, handle)
+
+    def _build(self, name: str) -> int:
+        """A ``CUgraph`` that the driver gives back as it was recorded."""
         tables, progress = self.archive.tables, self.progress
         recorded = self.archive.graph(name)
-        begin = time.perf_counter()
-        self._binaries.need(tables.functions_of(recorded))
-        progress.add("binaries", begin)
-        begin = time.perf_counter()
-        handle, nodes = self._builder.build(recorded)
-        progress.add("build", begin)
+        with progress.timed("binaries"):
+            self._binaries.need(tables.functions_of(recorded))
+        with progress.timed("build"):
+            handle, nodes = self._builder.build(recorded)
         try:
-            begin = time.perf_counter()
-            wanted = self.archive.facts["digests"].get(name)
-            if self._builder.read_back(handle, nodes, recorded) != wanted:
-                raise GraphRefused(
-                    f"graph {name} did not become what was recorded", why="read-back differs", graph=name
-                )
-            progress.add("read back", begin)
-            begin = time.perf_counter()
-            executable = instantiate(self._cuda, handle)
-            progress.add("instantiate", begin)
-        finally:
+            with progress.timed("read back"):
+                if self._builder.read_back(handle, nodes, recorded) != self.archive.facts["digests"].get(name):
+                    raise GraphRefused(
+                        f"graph {name} did not become what was recorded", why="read-back differs", graph=name
+                    )
+        except BaseException:
             self._cuda.graph_destroy(handle)
-        begin = time.perf_counter()
-        self._cuda.check("upload", self._cuda.upload(executable, None))
-        progress.add("upload", begin)
-        return Graph(name, executable, self._cuda, self._pool_id, self._keep)
+            raise
+        return handle
+
+    def _finish(self, name: str, handle: int) -> None:
+        """From a ``CUgraph`` to a graph that replays."""
+        progress = self.progress
+        try:
+            with self._in_context():
+                try:
+                    with progress.timed("instantiate"):
+                        executable = instantiate(self._cuda, handle)
+                finally:
+                    self._cuda.graph_destroy(handle)
+                with progress.timed("upload"):
+                    self._upload(executable)
+            graph = Graph(name, executable, self._cuda, self._pool_id, self._keep)
+            self._made.append(graph)
+            self._ready(name, graph)
+            with self._moved:
+                progress.ready[name] = time.perf_counter() - self._begin
+                self._moved.notify_all()
+        except Exception as error:  # as above
+            self._failed(name, error)
+
+    def _upload(self, executable: int) -> None:
+        """On a stream of its own: the default stream would wait for the engine's work, and the engine's for it."""
+        stream = self._cuda.value("stream_create", _NON_BLOCKING, first=True)
+        try:
+            self._cuda.call("upload", executable, stream)
+            self._cuda.call("stream_synchronize", stream)
+        finally:
+            self._cuda.stream_destroy(stream)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        if isinstance(error, (FerError, KeyError, StopIteration)):
+            _log.warning("graph %s is not restored: %s", name, error)
+            why = str(error) or repr(error)
+        else:
+            _log.error("restoring graph %s failed", name, exc_info=error)
+            why = f"bug in FER, please report: {error!r}"
+        with self._moved:
+            self.progress.failed.setdefault(name, why)
+            self._moved.notify_all()
+
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        self._cuda.push_context(self._context)
+        try:
+            yield
+        finally:
+            self._cuda.pop_context(ctypes.byref(ctypes.c_uint64()))
 
 
 def outputs_of(archive: Archive, name: str, device: str, ranges: Ranges) -> Mapping[str, Any]:

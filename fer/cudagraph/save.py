@@ -5,18 +5,22 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from fer.cudagraph import archive as archives
 from fer.cudagraph.archive import Archive, Content
-from fer.cudagraph.audit import Owner, Owners, Refusal, audit, summarize
+from fer.cudagraph.audit import Owner, Owners, Refusal, audit, module_refusals, summarize, uses
 from fer.cudagraph.capture import Captured, blocks_of
+from fer.cudagraph.probe import NUMBERS, PATTERN, Native, alias, fill_pattern, probe_name
 from fer.cudagraph.record import Functions, oracle
 from fer.cudagraph.records import Graph, Tables
 from fer.cudagraph.walk import walk
+from fer.engines.graphs import DEEP, SHALLOW
 from fer.errors import FerError
 
 if TYPE_CHECKING:
@@ -27,11 +31,11 @@ if TYPE_CHECKING:
     from fer.engines.graphs import DecodeGraphs
     from fer.memory.ranges import Ranges
 
-PROBES: Final = 2
-"""Replays, each with inputs of its own, whose outputs are digested; a workspace nobody resets shows at the second."""
-
 SMALL: Final = 1 << 20
 """Bytes up to which a scratch buffer's contents are kept; larger ones (matrix products' workspaces) begin as zeros."""
+
+INPUT: Final = 1 << 18
+"""Bytes of an input up to which it is kept with the probes."""
 
 
 @dataclass
@@ -76,48 +80,56 @@ def save(
     tables = Tables()
     functions = Functions(cuda, tables, seen)
     scratch = blocks_of(ranges.scratch.pool.id, "scratch")
-    named = tensors(graphs)
-    owners = Owners([*weights, *named, *scratch, Owner("pool", ranges.pool.address, ranges.pool.used)])
+    owned = [*weights, *tensors(graphs), *scratch]
+    owners = Owners([*owned, Owner("pool", ranges.pool.address, ranges.pool.used)])
     ask = oracle(cuda)
+    with _timed(saved, "contents"):
+        contents = [_content(cuda, owner) for owner in scratch if owner.size <= SMALL]
+    with _timed(saved, "launch probes"):
+        slab = _slab(graphs, ranges)
+        native = _launch(cuda, captured, graphs, ranges, deep=bool(slab))
+    # The GPU replays the probes while the graphs are walked here.
     with _timed(saved, "walk"):
         for size in graphs.batch_sizes:
             if size in captured.graphs:
                 _walk(cuda, captured.graphs[size], name_of(size), tables, functions, saved)
             else:
                 saved.refused[name_of(size)] = captured.troubles.get(size, "was not captured")
+    with _timed(saved, "audit"):
+        audited = {graph.name: audit(tables, graph, owners, ask, span=ranges.span) for graph in tables.top()}
+        used = _uses(tables, owners, contents)
+    with _timed(saved, "digests"):
+        golden, probes = native.digests(), native.contents()
+        if slab:  # as it was: a fresh cache is zeros
+            cuda.call("fill", ranges.kv.address, 0, ranges.kv.mapped)
+            cuda.call("synchronize")
     with _timed(saved, "globals"):
         functions.read_globals(owners, ask)
-    with _timed(saved, "audit"):
-        for graph in tables.top():
-            refusals = audit(tables, graph, owners, ask, span=ranges.span)
-            if refusals:
-                saved.refused[graph.name] = summarize(refusals)
-    with _timed(saved, "contents"):
-        contents = [_content(cuda, owner) for owner in scratch if owner.size <= SMALL]
-    with _timed(saved, "digests"):
-        kv = ranges.kv
-        inputs = {
-            name: tensor
-            for name, tensor in graphs.tensors().items()
-            if _is_small_input(tensor) and not kv.address <= tensor.data_ptr() < kv.address + kv.mapped
-        }
-        golden, probes = _golden(captured, graphs, inputs, saved)
+    for graph in tables.top():
+        refusals = [*audited[graph.name], *module_refusals(tables, graph)]
+        if refusals:
+            saved.refused[graph.name] = summarize(refusals)
+    saved.refused |= dict.fromkeys(native.random - set(saved.refused), "uses random-number state")
     kept = [graph for graph in tables.top() if graph.name not in saved.refused]
     saved.kept, saved.nodes = [graph.name for graph in kept], sum(len(graph.nodes) for graph in kept)
+    places = {owner.name: number for number, owner in enumerate(owned)}
     whole = {
         **facts,
+        "kv": {"bytes": ranges.kv.mapped, "slab": slab or 2 * graphs.largest_kv_bytes() + PATTERN, "deep": bool(slab)},
         "ranges": {
             each.name: {"address": each.address, "used": each.used, "mapped": each.mapped} for each in ranges.all
         },
-        "owners": [(owner.name, owner.address, owner.size) for owner in (*weights, *named, *scratch)],
+        "owners": [(owner.name, owner.address, owner.size) for owner in owned],
+        "uses": {name: sorted({places[each] for each in found if each in places}) for name, found in used.items()},
         "refused": saved.refused,
+        "weights": layout_digest(graphs.weights()),
         "outputs": {name_of(size): describe(outputs) for size, outputs in captured.outputs.items()},
-        "golden": {checkpoint: golden},
+        "golden": {checkpoint: {name: golden.get(name, ("", "")) for name in saved.kept}},
         "digests": {graph.name: tables.digest(graph) for graph in kept},
         "created": time.time(),
     }
     with _timed(saved, "write"):
-        names = tuple(f"probe/{name}/" for name in saved.kept)
+        names = tuple(probe_name(name, number) for name in saved.kept for number in NUMBERS)
         useful = [each for each in probes if each.name.startswith(names)]
         archives.write(path, Archive(only(tables, kept), whole, [*contents, *useful]))
     return saved
@@ -131,6 +143,14 @@ def tensors(graphs: DecodeGraphs) -> list[Owner]:
     ]
 
 
+def layout_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over where tensors lie and what they look like, none of it their values."""
+    rows = sorted(
+        (name, each.data_ptr(), str(each.dtype), tuple(each.shape), each.stride()) for name, each in tensors.items()
+    )
+    return hashlib.sha256(repr(rows).encode()).hexdigest()
+
+
 def describe(outputs: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
     """Where each output lies and what it looks like, as plain data."""
     return {
@@ -142,55 +162,6 @@ def describe(outputs: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
         }
         for name, tensor in outputs.items()
     }
-
-
-def digests(
-    graphs: DecodeGraphs,
-    size: int,
-    replay: Callable[[], None],
-    outputs: Mapping[str, torch.Tensor],
-    filled: Callable[[int], None] = lambda number: None,
-) -> list[str]:
-    """SHA-256 over sums of all outputs after each of :data:`PROBES` replays with fixed inputs.
-
-    Args:
-        filled: called with the number of the probe once its inputs are in place.
-    """
-    import torch
-
-    found = []
-    for number in range(PROBES):
-        graphs.fill(size, number)
-        filled(number)
-        replay()
-        found.append(digest_of(outputs))
-    values = torch.stack(found).cpu()  # one wait for all of them
-    return [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in values]
-
-
-def digest_of(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """128 bits of every output, in order of name, still on the device."""
-    import torch
-
-    return torch.stack([_device_digest(outputs[name]) for name in sorted(outputs)])
-
-
-def probe_name(graph: str, number: int) -> str:
-    """Beginning of the names of the inputs of one probe."""
-    return f"probe/{graph}/{number}/"
-
-
-def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """128 bits that change with any bit of a tensor: two sums modulo 2**64, each byte weighted by its place."""
-    import torch
-
-    plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    half = plain.view(torch.int16) if plain.numel() % 2 == 0 else plain
-    words = half.to(torch.int64) + 0x10001
-    place = torch.arange(1, words.numel() + 1, device=tensor.device, dtype=torch.int64) * 2 + 1
-    mixed = words * (place * 0x5851F42D4C957F2D)
-    other = words * (place * place * 0x14057B7EF767814F + 0x2545F4914F6CDD1D)
-    return torch.stack([mixed.sum(), (other ^ (other >> 29)).sum()])
 
 
 def only(tables: Tables, kept: Sequence[Graph]) -> Tables:
@@ -235,47 +206,56 @@ def _content(cuda: Cuda, owner: Owner) -> Content:
     return Content(owner.name, owner.address, data.raw)
 
 
-def _golden(
-    captured: Captured, graphs: DecodeGraphs, small: Mapping[str, torch.Tensor], saved: Saved
-) -> tuple[dict[str, list[str]], list[Content]]:
-    """Digests of each graph's outputs, ``[]`` where two native runs differ, and the inputs that led to them.
+def _slab(graphs: DecodeGraphs, ranges: Ranges) -> int:
+    """Bytes of the slab that can stand for the cache; 0 where there are no deep probes."""
+    if not graphs.deep:
+        return 0
+    found, kv = graphs.tensors(), ranges.kv
+    layers = []
+    for names in graphs.cache_layers():
+        storages = [found[name].untyped_storage() for name in names]
+        spans = [(each.data_ptr() - kv.address, each.nbytes()) for each in storages]
+        if any(offset < 0 or offset + size > kv.mapped for offset, size in spans):
+            return 0  # a cache outside the range could not be filled, nor emptied
+        layers.append(spans)
+    return alias(layers, PATTERN)
 
-    Refuses graphs that draw random numbers: torch moves the generator on at each replay of its own graphs.
-    """
-    import torch
 
-    golden: dict[str, list[str]] = {}
-    inputs: list[tuple[str, int, torch.Tensor]] = []
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    with torch.inference_mode():
-        for size, graph in captured.graphs.items():
-            name = name_of(size)
-            if name in saved.refused:
-                continue
-
-            def keep(number: int, name: str = name) -> None:
-                for label, tensor in small.items():
-                    plain = tensor.contiguous().reshape(-1).view(torch.uint8)
-                    inputs.append((probe_name(name, number) + label, tensor.data_ptr(), plain.clone()))
-
-            offset = generator.get_offset()
-            first = digests(graphs, size, graph.replay, captured.outputs[size], keep)
-            second = digests(graphs, size, graph.replay, captured.outputs[size])
-            if generator.get_offset() != offset:
-                saved.refused[name] = "uses random-number state"
-                continue
-            golden[name] = first if first == second else []
-    sizes = [len(data) for _, _, data in inputs]
-    whole = torch.cat([data for _, _, data in inputs]).cpu().numpy().tobytes() if inputs else b""
-    contents, at = [], 0
-    for (label, address, _), length in zip(inputs, sizes, strict=True):
-        contents.append(Content(label, address, whole[at : at + length]))
-        at += length
-    return golden, contents
+def _launch(cuda: Cuda, captured: Captured, graphs: DecodeGraphs, ranges: Ranges, *, deep: bool) -> Native:
+    """Give the GPU all probes to do."""
+    kv = ranges.kv
+    inputs = {
+        name: tensor
+        for name, tensor in graphs.tensors().items()
+        if _is_small_input(tensor) and not kv.address <= tensor.data_ptr() < kv.address + kv.mapped
+    }
+    replays = {name_of(size): (size, graph.replay, captured.outputs[size]) for size, graph in captured.graphs.items()}
+    native = Native(graphs, replays, inputs)
+    if deep:
+        fill_pattern(cuda, kv.address, kv.mapped)
+        native.launch(DEEP)
+    native.launch(SHALLOW)
+    return native
 
 
 def _is_small_input(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and 0 < tensor.nbytes <= SMALL // 4
+    return tensor.is_contiguous() and 0 < tensor.nbytes <= INPUT
+
+
+def _uses(tables: Tables, owners: Owners, contents: Sequence[Content]) -> dict[str, set[str]]:
+    """What each graph points into, also by way of the buffers it reads pointers from."""
+    beyond = {
+        each.name: owners.touched(np.frombuffer(each.data[: len(each.data) // 8 * 8], "<u8")) for each in contents
+    }
+    found = {}
+    for graph in tables.top():
+        names = uses(tables, graph, owners)
+        fresh = names
+        while fresh:
+            fresh = {beyond_it for name in fresh for beyond_it in beyond.get(name, ())} - names
+            names |= fresh
+        found[graph.name] = names
+    return found
 
 
 class _timed:
@@ -289,4 +269,4 @@ class _timed:
         self._saved.seconds[self._name] = time.perf_counter() - self._begin
 
 
-__all__ = ["Refusal", "Saved", "describe", "digests", "name_of", "only", "save", "tensors"]
+__all__ = ["Refusal", "Saved", "describe", "layout_digest", "name_of", "only", "save", "tensors"]

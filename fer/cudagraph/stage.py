@@ -16,23 +16,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 from fer.cudagraph import plan as planning
 from fer.cudagraph import state
 from fer.cudagraph.plan import Plan
-from fer.cudagraph.restore import outputs_of, verify_owners
+from fer.cudagraph.restore import touched
+from fer.cudagraph.save import name_of
+from fer.cudagraph.session import Session, moved, owners_of
 from fer.errors import DriverError, FerError, MappingError, OutOfMemory
 from fer.paths import ensure_private
 from fer.stages import Start, Wide
 
 if TYPE_CHECKING:
-    from fer.cudagraph.capture import Captured
+    from fer.cudagraph.capture import Baseline, Captured
     from fer.engines.graphs import DecodeGraphs
 
 log = logging.getLogger("fer")
 
 _WAIT_S = 120.0
+_LATE = "the restore did not end in time"
+
+FIRST: Final = 4
+"""Graphs, those of most traffic, that a start waits for; the engine serves while the others follow."""
 
 
 class CudaGraphStage(Wide):
@@ -118,92 +125,110 @@ class CudaGraphStage(Wide):
     # -- restore
 
     def _restore(self, start: Start, plan: Plan, graphs: DecodeGraphs) -> None:
+        """Hand over what is ready and right; the rest follows, or is captured."""
         archive, restorer = plan.archive, plan.restorer
         assert archive is not None and restorer is not None and plan.state is not None
-        wrong = verify_owners(archive.facts["owners"], owners_of(plan))
-        if wrong:
+        wrong = moved(plan, owners_of(plan))
+        known = {**archive.facts.get("refused", {}), **plan.state.quarantined}
+        gone = touched(archive.facts, wrong)
+        useless = len(gone) == len(archive.facts["order"])
+        if useless:
             restorer.cancel()
+        # Ranks must have the same graphs, and a complete check needs all of them; else the first few are enough.
+        patient = useless or start.options.verify == "full" or not _alone(start)
         with start.report.step("wait for graphs"):
-            ended = restorer.wait(_WAIT_S)
-        failed = {**archive.facts.get("refused", {}), **plan.state.quarantined, **restorer.progress.failed}
-        missing = set(archive.facts["order"]) - set(plan.ready) - set(failed)
-        failed |= dict.fromkeys(missing, "it was not restored")
-        if wrong or not ended:
-            if ended:
-                restorer.abandon()
-            failed = dict.fromkeys(archive.facts["order"], "; ".join(wrong[:3]) or "the restore did not end in time")
-        else:
-            with start.report.step("check graphs"):
-                failed |= self._check(start, plan, graphs)
-            session = Session(plan, graphs)
-            for name, graph in plan.ready.items():
-                if name not in failed:
-                    session.use(name, graph)
-            graphs.session = session
-        news = {name: why for name, why in failed.items() if name not in archive.facts.get("refused", {})}
-        if news and not wrong and ended:
-            self._quarantine(plan, news)
-        captured = self._capture_missing(start, graphs, failed, news)
-        kept = len(plan.ready) - len([name for name in plan.ready if name in failed])
-        start.report.stage(
-            self.name,
-            path="restored" if kept else "refused",
-            why=_why(failed),
-            graphs=kept,
-            captured=len(captured.graphs) if captured else 0,
-            first_s=round(min(restorer.progress.ready.values(), default=0.0), 6),
-            all_s=round(max(restorer.progress.ready.values(), default=0.0), 6),
-            steps={name: round(seconds, 6) for name, seconds in restorer.progress.seconds.items()},
-        )
+            in_time = restorer.wait(_WAIT_S, count=None if patient else FIRST)
+        if not in_time:
+            restorer.cancel()
+        if wrong:
+            self._outdate(plan, wrong)
+        with start.report.step("check graphs"):
+            failed = self._check(start, plan, graphs, gone)
+        outcome = _Outcome(known, {**gone, **({} if in_time else dict.fromkeys(_left(plan), _LATE))}, failed)
+        session = Session(plan, graphs, {**outcome.all})
+        graphs.session = session
+        plan.ready.open(session.use)
+        if restorer.wait(0) or patient:
+            self._conclude(start, plan, graphs, session, outcome)
+            return
+        _say(start, plan, session, outcome, captured=0, under_way=len(_left(plan)))
+        restorer.after(lambda: self._follow(start, plan, session, outcome))
 
-    def _check(self, start: Start, plan: Plan, graphs: DecodeGraphs) -> dict[str, str]:
+    def _conclude(self, start: Start, plan: Plan, graphs: DecodeGraphs, session: Session, outcome: _Outcome) -> None:
+        """All is ready or failed: capture what is not there, now."""
+        outcome.take(plan)
+        if outcome.news:
+            self._quarantine(plan, outcome.news)
+        if not session.used and plan.restorer is not None:
+            plan.restorer.abandon()
+        # Steps may hold collectives, so ranks capture together what one of them lacks.
+        everywhere = start.engine.agree(not (outcome.news or outcome.gone)) or _alone(start)
+        sizes = [size for size in graphs.batch_sizes if name_of(size) in outcome.all or not everywhere]
+        captured = self._capture(start, graphs, sizes, None, keep=False) if sizes else None
+        _say(start, plan, session, outcome, captured=len(captured.graphs) if captured else 0)
+
+    def _follow(self, start: Start, plan: Plan, session: Session, outcome: _Outcome) -> None:
+        """The engine serves already when the last graph is ready or failed; it captures what failed when it is idle."""
+        outcome.take(plan)
+        if outcome.news:
+            self._quarantine(plan, outcome.news)
+        session.miss(outcome.all)
+        _say(start, plan, session, outcome, captured=0)
+
+    def _check(self, start: Start, plan: Plan, graphs: DecodeGraphs, gone: Mapping[str, str]) -> dict[str, str]:
         """Replay graphs against their recorded outputs: one or two (fast), all (full)."""
-        names = list(plan.ready)
+        names = [name for name in plan.ready.graphs if name not in gone]
         if start.options.verify == "off" or not names:
             return {}
-        chosen = names if start.options.verify == "full" else list(dict.fromkeys((names[0], names[-1])))
+        full = start.options.verify == "full"
+        chosen = names if full else list(dict.fromkeys((names[0], names[-1])))
         assert plan.archive is not None
-        golden = plan.archive.facts["golden"].get(planning.checkpoint_name(start), {})
+        golden = plan.archive.facts["golden"].get(planning.checkpoint_name(start))
+        if not _alone(start):  # an eager step of one rank would wait for the others
+            chosen = [name for name in chosen if golden and all(golden.get(name, ("",)))]
         from fer.cudagraph.check import check
 
-        found: dict[str, str] = {}
-        for name in chosen:
-            if golden.get(name) or _alone(start):  # an eager step of one rank would wait for the others
-                why = check(plan, graphs, name, golden.get(name), start.engine.device)
-                found |= {name: why} if why else {}
-        return found
+        return check(plan, graphs, chosen, golden, deep=full)
 
     def _quarantine(self, plan: Plan, failed: Mapping[str, str]) -> None:
         assert plan.state is not None
         plan.state.quarantined.update(failed)
+        self._write_down(plan)
+
+    def _outdate(self, plan: Plan, wrong: Mapping[str, str]) -> None:
+        """Memory lies elsewhere, and may for long (other weights beside the first): the next start records again."""
+        assert plan.state is not None
+        plan.state.outdated = next(iter(wrong.values()))
+        self._write_down(plan)
+
+    def _write_down(self, plan: Plan) -> None:
+        assert plan.state is not None
         try:
             state.save(plan.path, plan.state)
         except FerError as error:
-            log.warning("the failed graphs could not be written down: %s", error)
-
-    def _capture_missing(
-        self, start: Start, graphs: DecodeGraphs, failed: Mapping[str, str], news: Mapping[str, str]
-    ) -> Captured | None:
-        """Capture what is not restored; all of it where ranks differ, since a step may hold collectives."""
-        from fer.cudagraph.save import name_of
-
-        everywhere = start.engine.agree(not news) or _alone(start)
-        sizes = [size for size in graphs.batch_sizes if name_of(size) in failed or not everywhere]
-        if not sizes:
-            return None
-        return self._capture(start, graphs, sizes, None, keep=False)
+            log.warning("what became of the graphs could not be written down: %s", error)
 
     # -- capture
 
     def _capture_alone(self, start: Start, why: str) -> None:
         assert self._graphs is not None
         captured = self._capture(start, self._graphs, self._graphs.batch_sizes, None, keep=False)
-        start.report.stage(self.name, path="loaded", why=why, saved=False, **_figures(captured))
+        base = self._baseline(start, self._graphs)
+        start.report.stage(self.name, path="loaded", why=why, saved=False, **_figures(captured, base))
+
+    def _baseline(self, start: Start, graphs: DecodeGraphs) -> Baseline | None:
+        """What a capture costs with and without the garbage collector; not where ranks would have to do it together."""
+        from fer.cudagraph.capture import baseline
+
+        with start.report.step("compare capture with default GC"):
+            return baseline(graphs) if _alone(start) else None
 
     def _capture_and_save(self, start: Start, plan: Plan, graphs: DecodeGraphs) -> None:
         if plan.recorder is None or not self._placed:
             plan.close_recorder()
             self._capture_alone(start, "; ".join(part for part in (plan.why, plan.unsaved) if part))
+            if plan.unproven:
+                self._prove(start, plan, worth=True)
             return
         try:
             plan.ranges.scratch.map(graphs.scratch_bytes)
@@ -224,9 +249,10 @@ class CudaGraphStage(Wide):
         plan.ranges.pool.trim()
         details: dict[str, Any] = {"saved": False}
         why = plan.why
+        base = self._baseline(start, graphs)
         try:
             with start.report.step("save graphs") as span:
-                details = self._save(start, plan, captured)
+                details = self._save(start, plan, captured, base)
                 span.details.update(details.get("save_s", {}))
         except FerError as error:
             why = f"{why}; not saved: {error}"
@@ -236,18 +262,17 @@ class CudaGraphStage(Wide):
             log.exception("saving graphs failed")
         finally:
             plan.close_recorder()
-        start.report.stage(self.name, path="loaded", why=why, **details, **_figures(captured))
+        start.report.stage(self.name, path="loaded", why=why, **details, **_figures(captured, base))
 
-    def _save(self, start: Start, plan: Plan, captured: Captured) -> dict[str, Any]:
-        from fer.cudagraph import proof
-        from fer.cudagraph.save import name_of, save
+    def _save(self, start: Start, plan: Plan, captured: Captured, base: Baseline | None) -> dict[str, Any]:
+        from fer.cudagraph.save import save
 
         assert plan.recorder is not None
         ensure_private(plan.path.parent)
         facts = {
             "fingerprint": _plain(plan),
             "order": [name_of(size) for size in plan.graphs.batch_sizes],
-            "kv": {"bytes": plan.ranges.kv.mapped, "largest": plan.graphs.largest_kv_bytes()},
+            "captured": {f"native_{name}": value for name, value in _seconds(captured, base).items()},
         }
         saved = save(
             plan.path,
@@ -260,15 +285,7 @@ class CudaGraphStage(Wide):
             facts,
             planning.checkpoint_name(start),
         )
-        weights = start.report.stages.get("weights")
-        proof.begin(
-            plan.path,
-            ordinal=plan.device.ordinal,
-            checkpoint=planning.checkpoint_name(start),
-            edition=str(weights.details.get("edition", "")) if weights else "",
-            runtime_dir=start.options.runtime_dir,
-            worth=bool(saved.kept),
-        )
+        self._prove(start, plan, worth=bool(saved.kept))
         return {
             "saved": True,
             "kept": len(saved.kept),
@@ -277,6 +294,19 @@ class CudaGraphStage(Wide):
             "proof": "under way",
             "save_s": {name: round(seconds, 6) for name, seconds in saved.seconds.items()},
         }
+
+    def _prove(self, start: Start, plan: Plan, *, worth: bool) -> None:
+        from fer.cudagraph import proof
+
+        weights = start.report.stages.get("weights")
+        proof.begin(
+            plan.path,
+            ordinal=plan.device.ordinal,
+            checkpoint=planning.checkpoint_name(start),
+            edition=str(weights.details.get("edition", "")) if weights else "",
+            runtime_dir=start.options.runtime_dir,
+            worth=worth,
+        )
 
     def _capture(
         self, start: Start, graphs: DecodeGraphs, sizes: Sequence[int], ranges: Any, *, keep: bool
@@ -305,36 +335,55 @@ class CudaGraphStage(Wide):
         self._plan, self._why = None, why
 
 
-class Session:
-    """Restored graphs in use, and the memory they stand on."""
+@dataclass
+class _Outcome:
+    """Graphs that are not used, with the reason: known before, moved memory, wrong outputs, failed in the restore."""
 
-    def __init__(self, plan: Plan, graphs: DecodeGraphs) -> None:
-        self._plan, self._graphs = plan, graphs
-        self._used: dict[str, Any] = {}
+    known: Mapping[str, str]
+    gone: Mapping[str, str]
+    failed: dict[str, str]
+    lost: dict[str, str] = field(default_factory=dict)
 
-    def use(self, name: str, graph: Any) -> None:
-        """Hand a graph to the engine."""
-        assert self._plan.archive is not None
-        graph.pool_id = self._plan.ranges.pool.name
-        outputs = outputs_of(self._plan.archive, name, f"cuda:{self._plan.device.ordinal}", self._plan.ranges)
-        self._used[name] = graph
-        self._graphs.use(int(name.rpartition("/")[2]), graph, outputs)
+    def take(self, plan: Plan) -> None:
+        """The restore has ended: what it lost."""
+        assert plan.restorer is not None
+        self.lost = {**dict.fromkeys(_left(plan), "it was not restored"), **plan.restorer.progress.failed}
 
-    def verify_owners(self) -> list[str]:
-        """After sleep, wake or a change of weights: stop using graphs whose memory moved; what moved, by name."""
-        assert self._plan.archive is not None
-        wrong = verify_owners(self._plan.archive.facts["owners"], owners_of(self._plan))
-        for name in list(self._used) if wrong else ():
-            self._graphs.use(int(name.rpartition("/")[2]), None, None)
-            self._used.pop(name)
-        return wrong
+    @property
+    def news(self) -> dict[str, str]:
+        """What speaks against a graph itself and was not known."""
+        found = {**self.lost, **self.failed}
+        return {name: why for name, why in found.items() if name not in self.known and name not in self.gone}
+
+    @property
+    def all(self) -> dict[str, str]:
+        return {**self.lost, **self.failed, **self.known, **self.gone}
 
 
-def owners_of(plan: Plan) -> list[Any]:
-    """Weights and named tensors where they lie now."""
-    from fer.cudagraph.save import tensors
+def _left(plan: Plan) -> list[str]:
+    """Graphs that are neither ready nor failed yet."""
+    assert plan.archive is not None and plan.restorer is not None and plan.state is not None
+    done = {*plan.ready.graphs, *plan.restorer.progress.failed, *plan.state.quarantined}
+    return [name for name in plan.archive.facts["order"] if name not in done | set(plan.archive.facts["refused"])]
 
-    return [*planning.weights_of(plan), *tensors(plan.graphs)]
+
+def _say(start: Start, plan: Plan, session: Session, outcome: _Outcome, *, captured: int, under_way: int = 0) -> None:
+    assert plan.archive is not None and plan.restorer is not None
+    progress = plan.restorer.progress
+    times = sorted(progress.ready.values())
+    start.report.stage(
+        CudaGraphStage.name,
+        path="restored" if session.used or under_way else "refused",
+        why=_why(outcome.all),
+        graphs=len(session.used),
+        captured=captured,
+        **({"under_way": under_way} if under_way else {}),
+        first_s=round(times[0], 6) if times else 0.0,
+        **({"first_four_s": round(times[3], 6)} if len(times) > 3 else {}),
+        all_s=round(times[-1], 6) if times else 0.0,
+        steps={name: round(seconds, 6) for name, seconds in progress.seconds.items()},
+        **plan.archive.facts.get("captured", {}),
+    )
 
 
 def _on(device: str) -> AbstractContextManager[object]:
@@ -355,11 +404,17 @@ def _plain(plan: Plan) -> Any:
     return json.loads(plan.fingerprint.to_json())
 
 
-def _figures(captured: Captured) -> dict[str, Any]:
+def _seconds(captured: Captured, base: Baseline | None) -> dict[str, float]:
+    found = {"warm_up_s": captured.warm_up_s, "capture_s": captured.capture_s + captured.instantiate_s}
+    if base is not None:
+        found |= {"one_default_gc_s": base.default_gc, "one_frozen_gc_s": base.frozen_gc}
+    return {name: round(seconds, 6) for name, seconds in found.items()}
+
+
+def _figures(captured: Captured, base: Baseline | None) -> dict[str, Any]:
     return {
         "captured": len(captured.graphs),
-        "warm_up_s": round(captured.warm_up_s, 6),
-        "capture_s": round(captured.capture_s + captured.instantiate_s, 6),
+        **_seconds(captured, base),
         "gc": "frozen",
         "troubles": "; ".join(f"{size}: {why}" for size, why in list(captured.troubles.items())[:3]),
     }
@@ -372,4 +427,4 @@ def _why(failed: Mapping[str, str]) -> str:
     return "; ".join(f"{count} x {why}" if count > 1 else why for why, count in list(reasons.items())[:3])
 
 
-__all__ = ["CudaGraphStage", "Session", "owners_of"]
+__all__ = ["FIRST", "CudaGraphStage", "owners_of"]

@@ -18,12 +18,20 @@ _KNOWN: Final = ("unproven", "proven", "failed")
 
 @dataclass
 class State:
-    """``quarantined``: graphs that failed, with the reason; they are captured natively for as long as this stands."""
+    """What is known of one archive.
+
+    Attributes:
+        quarantined: graphs that failed, with the reason; they are captured natively for as long as this stands.
+        by: the version of FER that judged it; another one judges again what had failed.
+        outdated: why the next start shall save anew, ``""`` where it need not.
+    """
 
     digest: str
     proof: Proof = "unproven"
     why: str = ""
     quarantined: dict[str, str] = field(default_factory=dict)
+    by: str = ""
+    outdated: str = ""
 
 
 def beside(archive: Path) -> Path:
@@ -37,7 +45,8 @@ def load(archive: Path, digest: str) -> State:
         data = json.loads(beside(archive).read_text("utf-8"))
         if data["digest"] == digest and data["proof"] in _KNOWN:
             lost = {str(name): str(why) for name, why in data["quarantined"].items()}
-            return State(digest, data["proof"], str(data["why"]), lost)
+            by, outdated = str(data.get("by", "")), str(data.get("outdated", ""))
+            return State(digest, data["proof"], str(data["why"]), lost, by, outdated)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # without it the archive is merely unproven
     return State(digest)
@@ -45,5 +54,4 @@ def load(archive: Path, digest: str) -> State:
 
 def save(archive: Path, state: State) -> None:
     """Replace the state atomically. Raises ArchiveError."""
-    data = {"digest": state.digest, "proof": state.proof, "why": state.why, "quarantined": state.quarantined}
-    replace_file(beside(archive), [(0, json.dumps(data, indent=1, sort_keys=True).encode())])
+    replace_file(beside(archive), [(0, json.dumps(vars(state), indent=1, sort_keys=True).encode())])

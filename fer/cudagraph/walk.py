@@ -7,9 +7,9 @@ functions are known), so what is compared afterwards was read in one way.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from ctypes import byref, c_size_t, memmove
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -72,19 +72,33 @@ def attributes_of(cuda: Cuda, function: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Given:
+    """Launch attributes that nodes of one function were given.
+
+    Attributes:
+        rows: which rows of a set they are, with the driver's number of each.
+        plain: the whole set as the driver gives it for a node that was given none.
+        seen: indices of the sets met so far, by what was read.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    plain: bytes
+    seen: dict[bytes, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Built:
     """What is known of a graph that this process built, and need not be asked for.
 
     Attributes:
         handles: its nodes, in the order wanted.
         kinds: their kinds.
-        attributes: for a function, the launch attributes any of its nodes was given (to be read), and the whole set
-            as the driver gives it for a plain node.
+        given: launch attributes by function; only these are read, the rest is as for a plain node.
     """
 
     handles: Array
     kinds: Array
-    attributes: Callable[[int], tuple[Sequence[int], bytes]]
+    given: Mapping[int, Given]
 
 
 def walk(cuda: Cuda, handle: int, name: str, tables: Tables, resolve: Resolve, *, built: Built | None = None) -> int:
@@ -187,7 +201,7 @@ def _kernels(
     if built is None:
         table["attributes"][kernels] = _attributes(cuda, handles, tables)
     else:
-        table["attributes"][kernels] = _set_attributes(cuda, handles, functions, tables, built)
+        table["attributes"][kernels] = _set_attributes(cuda, handles, functions, tables, built.given)
     return _parameters(found, via, functions, tables, table, kernels)
 
 
@@ -208,33 +222,37 @@ def _attributes(cuda: Cuda, handles: list[int], tables: Tables) -> list[int]:
     return indices
 
 
-def _set_attributes(cuda: Cuda, handles: list[int], functions: list[int], tables: Tables, built: Built) -> list[int]:
-    """Sets of launch attributes where only some were set: the rest is as for a plain node of the function."""
+def _set_attributes(
+    cuda: Cuda, handles: list[int], functions: list[int], tables: Tables, given: Mapping[int, Given]
+) -> list[int]:
+    """Sets of launch attributes where only some were given: the rest is as for a plain node of the function."""
     scratch = np.zeros(len(ATTRIBUTE_IDS), ATTRIBUTE)
-    base, read, intern = address(scratch), cuda.kernel_attribute, tables.attribute_set
-    plans: dict[int, tuple[bytes, list[tuple[int, int, int]], int]] = {}
-    indices = []
-    for node, function in zip(handles, functions, strict=True):
-        plan = plans.get(function)
-        if plan is None:
-            numbers, plain = built.attributes(function)
-            rows = [ATTRIBUTE_IDS.index(number) for number in numbers]
-            places = [(n, row, base + row * ATTRIBUTE.itemsize + 8) for n, row in zip(numbers, rows, strict=True)]
-            plan = plans[function] = (plain, places, intern(plain))
-        plain, places, index = plan
-        if places:
-            memmove(base, plain, len(plain))
-            for number, row, place in places:
-                memmove(place, _NOTHING, 64)
-                code = read(node, number, place)
-                if code:
-                    scratch["status"][row] = code
-            index = intern(scratch.tobytes())
-        indices.append(index)
+    base, read, size = address(scratch), cuda.kernel_attribute, ATTRIBUTE.itemsize
+    for function in set(functions):
+        given[function].seen.setdefault(b"", tables.attribute_set(given[function].plain))
+    indices = [given[function].seen[b""] for function in functions]
+    for place, function in enumerate(functions):
+        known = given[function]
+        if not known.rows:
+            continue
+        answers = b""
+        for row, number in known.rows:
+            memmove(base + row * size, _NOTHING, size)
+            code = read(handles[place], number, base + row * size + 8)
+            if code:
+                scratch["status"][row] = code
+            answers += ctypes.string_at(base + row * size, size)
+        index = known.seen.get(answers)
+        if index is None:
+            whole = bytearray(known.plain)
+            for position, (row, _) in enumerate(known.rows):
+                whole[row * size : (row + 1) * size] = answers[position * size : (position + 1) * size]
+            index = known.seen[answers] = tables.attribute_set(bytes(whole))
+        indices[place] = index
     return indices
 
 
-_NOTHING = bytes(64)
+_NOTHING = bytes(ATTRIBUTE.itemsize)
 
 
 def _parameters(found: Array, via: Array, functions: list[int], tables: Tables, table: Array, kernels: Array) -> Array:
@@ -266,25 +284,21 @@ def _follow(sources: list[int], chosen: list[int], functions: list[int], tables:
     A node's parameters lie in one block of the driver's, at their offsets. Where the pointers say so, one copy takes
     them all; the bytes between them are the driver's and are cleared afterwards.
     """
-    used = {functions[number] for number in chosen}
-    offsets = {each: np.array([o for o, _ in tables.functions[each].layout], np.int64) for each in used}
-    counts = {each: len(found) for each, found in offsets.items()}
-    pointers = np.zeros(sum(counts[functions[number]] for number in chosen), "<i8")
+    if not chosen:
+        return {}
+    offsets = [tables.offsets(functions[number]) for number in chosen]
+    lengths = [len(each) for each in offsets]
+    pointers = np.zeros(sum(lengths), "<i8")
     at, base = 0, address(pointers)
     begins = []
-    for number in chosen:
-        count = counts[functions[number]]
+    for number, count in zip(chosen, lengths, strict=True):
         memmove(base + at * 8, sources[number], count * 8)
         begins.append(at)
         at += count
-    if not chosen:
-        return {}
-    lengths = np.array([counts[functions[number]] for number in chosen])
-    flat = np.concatenate([offsets[functions[number]] for number in chosen])
-    blocks = pointers - flat
+    blocks = pointers - np.concatenate(offsets)
     firsts = blocks[begins]
     wrong = np.repeat(firsts, lengths) != blocks
-    apart = set(np.repeat(np.arange(len(chosen)), lengths)[wrong].tolist())
+    apart = set(np.repeat(np.arange(len(chosen)), lengths)[wrong].tolist()) if wrong.any() else set()
     for place, (number, first) in enumerate(zip(chosen, firsts.tolist(), strict=True)):
         if place not in apart:
             sources[number] = first
@@ -293,17 +307,10 @@ def _follow(sources: list[int], chosen: list[int], functions: list[int], tables:
 
 def _clear_gaps(packed: Array, via: Array, functions: list[int], sizes: list[int], tables: Tables) -> None:
     """Zero the bytes between parameters, of kernels that get pointers: nobody wrote them."""
-    known: dict[int, Array] = {}
-    masks = []
-    for how, function, size in zip(via.tolist(), functions, sizes, strict=True):
-        if how == VIA_BUFFER:
-            masks.append(np.ones(size, "<u1"))
-            continue
-        if function not in known:
-            known[function] = np.zeros(size, "<u1")
-            for offset, length in tables.functions[function].layout:
-                known[function][offset : offset + length] = 1
-        masks.append(known[function])
+    masks = [
+        np.ones(size, "<u1") if how == VIA_BUFFER else tables.written(function)
+        for how, function, size in zip(via.tolist(), functions, sizes, strict=True)
+    ]
     if masks:
         packed *= np.concatenate(masks)
 

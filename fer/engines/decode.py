@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fer.engines.graphs import DecodeGraphs, Replayable
+from fer.engines.graphs import DEEP, DecodeGraphs, Replayable
 
 _ROUND = 2 << 20
 
@@ -179,10 +179,15 @@ class TransformersGraphs(DecodeGraphs):
         logits = found.logits[:, -1]
         return {"token": logits.argmax(-1), "logits": logits}
 
+    deep = True
+
     def fill(self, size: int, number: int) -> None:
         slots = self._slots()
         slots.token.copy_((slots.row * 7919 + 104729 * (number + 1) + size) % self.vocabulary)
-        slots.position.zero_()
+        if number == DEEP:
+            slots.position.copy_(self.length - 1 - slots.row % min(64, self.length))
+        else:
+            slots.position.zero_()
 
     def use(self, size: int, graph: Replayable | None, outputs: Mapping[str, torch.Tensor] | None) -> None:
         with self._lock:
@@ -192,6 +197,11 @@ class TransformersGraphs(DecodeGraphs):
                 self._graphs[size] = (graph, outputs)
 
     # -- what the engine does with it
+
+    def settle(self) -> None:
+        """No row is at work: a moment to capture graphs that could not be restored."""
+        if self.session is not None:
+            self.session.capture_missing()
 
     @torch.inference_mode()
     def prompt(self, row: int, ids: Sequence[int]) -> int:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+
+SHALLOW: Final = 0
+"""Number of the inputs with which a step depends on them and the weights alone: every row decodes at position 0."""
+
+DEEP: Final = 1
+"""Number of the inputs with which rows decode far into a filled cache, each always at the same position of its own."""
 
 
 class Replayable(Protocol):
@@ -24,7 +31,13 @@ class Session(Protocol):
     """What an engine asks after its memory may have moved (sleep, wake, other weights)."""
 
     def verify_owners(self) -> list[str]:
-        """Stop using graphs whose memory moved; what moved, by name."""
+        """Stop using the graphs whose memory moved; what moved, by name."""
+
+    def capture_missing(self) -> None:
+        """Capture what could not be restored or was taken back; to be called by the engine while no row is at work."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """True once every graph is ready or failed; they are usable one by one before that."""
 
 
 class DecodeGraphs(ABC):
@@ -42,6 +55,9 @@ class DecodeGraphs(ABC):
     warm_ups: int = 2
     session: Session | None = None
     """What watches over the graphs, once the stage has run; None where none are FER's."""
+
+    deep: bool = False
+    """Whether :meth:`fill` knows the inputs :data:`DEEP` too."""
 
     static_bytes: int = 64 << 20
     scratch_bytes: int = 1 << 30
@@ -80,9 +96,17 @@ class DecodeGraphs(ABC):
     def step(self, size: int) -> Mapping[str, torch.Tensor]:
         """Run one step on the first ``size`` rows and return its outputs; the work that is captured."""
 
+    def cache_layers(self) -> Sequence[Sequence[str]]:
+        """Names of the cache's tensors, those of one layer together; by default ``kv.…`` are layers of their own."""
+        return [[name] for name in self.tensors() if name.startswith("kv.")]
+
     @abstractmethod
     def fill(self, size: int, number: int) -> None:
-        """Write the ``number``-th set of fixed inputs, such that a step depends on them and the weights alone."""
+        """Write one of the two sets of fixed inputs, :data:`SHALLOW` or (where :attr:`deep` is set) :data:`DEEP`.
+
+        The shallow ones are such that a step depends on them and the weights alone. With the deep ones it may read
+        the cache up to positions that depend on the row alone, not on the batch size.
+        """
 
     @abstractmethod
     def use(self, size: int, graph: Replayable | None, outputs: Mapping[str, torch.Tensor] | None) -> None:

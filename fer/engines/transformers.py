@@ -229,6 +229,7 @@ class TransformersEngine(Engine):
             )
         for ids in prompts:
             self._check_length(ids, max_new_tokens)
+        decode.settle()
         ends = self._ends()
         answers: list[list[int]] = [[] for _ in prompts]
         tokens = [decode.prompt(row, ids) for row, ids in enumerate(prompts)]
@@ -297,6 +298,7 @@ class TransformersEngine(Engine):
     def _stream_from(
         self, decode: TransformersGraphs, ids: Sequence[int], max_new_tokens: int, ends: frozenset[int]
     ) -> Iterator[int]:
+        decode.settle()
         for number in range(max_new_tokens):
             token = decode.prompt(0, ids) if number == 0 else decode.advance(1)[0]
             if token in ends:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fer.engines.graphs import DEEP, SHALLOW
 from fer.engines.transformers import TransformersEngine
 from fer.errors import OptionError
 from tests.support import engine_models as models
@@ -92,7 +93,7 @@ def test_fixed_inputs_leave_the_cache_out_of_account(folder: Path) -> None:
 
     def outputs() -> Mapping[str, torch.Tensor]:
         with torch.inference_mode():
-            decode.fill(4, 1)
+            decode.fill(4, SHALLOW)
             return {name: value.clone() for name, value in decode.step(4).items()}
 
     first = outputs()
@@ -102,6 +103,54 @@ def test_fixed_inputs_leave_the_cache_out_of_account(folder: Path) -> None:
             memory.normal_()
     for name, value in outputs().items():
         assert torch.equal(value, first[name])
+
+
+def probes(decode: Any, *, one_slab: bool) -> list[dict[str, torch.Tensor]]:
+    """Outputs of all deep probes, then all shallow ones, over a cache with one pattern."""
+    decode.allocate_kv()
+    slots, found = decode.slots, []
+    with torch.inference_mode():
+        for layer, memory in zip(slots.layers, slots.memory, strict=True):
+            if one_slab:  # as a process that proves graphs maps the cache: all layers are one memory
+                layer.keys, layer.values = layer._kept = (slots.memory[0][0], slots.memory[0][1])
+            memory.copy_(torch.arange(memory.numel()).reshape(memory.shape) * 37 % 101 / 101)
+        decode.allocate()
+        for number in (DEEP, SHALLOW):
+            for size in decode.batch_sizes:
+                decode.fill(size, number)
+                found.append({name: value.clone() for name, value in decode.step(size).items()})
+    return found
+
+
+def test_probes_see_the_same_over_one_slab_as_over_a_whole_cache(folder: Path) -> None:
+    decode = engine(folder, batch_sizes=(4, 1, 2)).graphs()
+    assert decode is not None
+    whole, slab = probes(decode, one_slab=False), probes(decode, one_slab=True)
+    assert len(whole) == 6
+    for one, other in zip(whole, slab, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(whole[0]["logits"], whole[3]["logits"])  # the deep ones do read the cache
+
+
+def test_an_idle_engine_has_its_missing_graphs_captured(folder: Path) -> None:
+    made, asked = engine(folder, batch_sizes=(1, 4)), []
+    decode = made.graphs()
+    assert decode is not None
+
+    class Watching:
+        def capture_missing(self) -> None:
+            asked.append("idle")
+
+        def verify_owners(self) -> list[str]:
+            return []
+
+        def wait(self, timeout: float | None = None) -> bool:
+            return True
+
+    decode.session = Watching()
+    made.generate(PROMPTS[0], 3)
+    made.generate_many(PROMPTS, 3)
+    assert asked == ["idle", "idle"]
 
 
 def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:

@@ -388,3 +388,9 @@ class FakeDriver:
 
     def to_device(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)
+
+    def device_copy(self, target: int, source: int, size: int) -> None:
+        ctypes.memmove(target, source, size)
+
+    def fill(self, target: int, value: int, size: int) -> None:
+        ctypes.memset(target, value, size)

@@ -22,6 +22,7 @@ class Tiny(DecodeGraphs):
     """Two norms and a copy: all that can be done without anybody else's binaries."""
 
     batch_sizes = (2, 1)
+    deep = True
 
     def allocate_kv(self) -> None:
         self.cache = torch.zeros(2, 256, device="cuda", dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fer.cudagraph import archive as archives
-from fer.cudagraph.audit import Owner, Owners, Refusal, audit, summarize
+from fer.cudagraph.audit import Owner, Owners, Refusal, audit, module_refusals, summarize, uses
 from fer.cudagraph.records import (
     ATTRIBUTE,
     ATTRIBUTE_IDS,
@@ -138,7 +138,8 @@ def test_a_kernel_without_its_binary_is_refused() -> None:
 
 
 def test_a_module_that_may_not_be_copied_is_refused() -> None:
-    assert reasons(kernel(1, trouble="its module's variable queue was set to a pointer outside the arena")) == [
+    tables = kernel(1, trouble="its module's variable queue was set to a pointer outside the arena")
+    assert [str(each) for each in module_refusals(tables, tables.graphs[0])] == [
         "kernel kernel: its module's variable queue was set to a pointer outside the arena"
     ]
 
@@ -152,6 +153,17 @@ def test_children_are_looked_into() -> None:
     child.parent = 1
     found = audit(tables, parent, Owners([KV]), oracle, span=SPAN)  # type: ignore[arg-type]
     assert "in a child graph" in str(found[0])
+
+
+def test_what_a_graph_uses_is_named_by_all_its_owners() -> None:
+    inside = Owner("tensor/view", KV.address + 4096, 4096)  # two names for one memory
+    apart = Owner("scratch/0", KV.address + (4 << 20), 512)
+    owners = Owners([KV, inside, apart])
+    tables = kernel(KV.address + 8192 - 1, 7, NOWHERE)
+    assert uses(tables, tables.graphs[0], owners) == {"kv", "tensor/view"}
+    assert owners.touched(np.array([KV.address + 8192, apart.address], "<u8")) == {"kv", "scratch/0"}
+    assert owners.touched(np.zeros(0, "<u8")) == set()
+    assert Owners([]).touched(np.array([5], "<u8")) == set()
 
 
 def test_equal_reasons_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,12 @@ import pytest
 
 import fer
 from fer.cudagraph import plan as planning
-from fer.cudagraph import proof, sections, stage, state
-from fer.cudagraph.capture import Captured
+from fer.cudagraph import proof, sections, session, stage, state
+from fer.cudagraph.capture import Baseline, Captured
 from fer.cudagraph.graph import Graph
 from fer.cudagraph.plan import Plan
 from fer.cudagraph.restore import Progress, verify_owners
+from fer.cudagraph.save import layout_digest
 from fer.errors import DriverError, MappingError
 from fer.fingerprint import Fingerprint
 from fer.options import Options
@@ -51,15 +53,19 @@ def pretended_ranges() -> Any:
 class FakeRestorer:
     def __init__(self, failed: dict[str, str] | None = None) -> None:
         self.progress = Progress(ready={name: 0.1 for name in NAMES if name not in (failed or {})}, failed=failed or {})
-        self.cancelled = False
+        self.cancelled, self.ended = False, True
+        self.calls: list[Callable[[], None]] = []
 
     def cancel(self) -> None:
         self.cancelled = True
 
     abandon = cancel
 
-    def wait(self, timeout: float) -> bool:
-        return True
+    def wait(self, timeout: float | None = None, *, count: int | None = None) -> bool:
+        return self.ended or (count is not None and len(self.progress) >= min(count, len(NAMES)))
+
+    def after(self, call: Callable[[], None]) -> None:
+        self.calls.append(call)
 
 
 class Bench:
@@ -83,10 +89,13 @@ class Bench:
         monkeypatch.setattr(planning, "make", lambda start, graphs: self.plan)
         monkeypatch.setattr(planning, "begin", lambda plan: None)
         monkeypatch.setattr("fer.cudagraph.capture.capture", self.capture)
+        monkeypatch.setattr("fer.cudagraph.capture.baseline", lambda graphs: Baseline(4, 0.2, 0.1))
         monkeypatch.setattr(
-            "fer.cudagraph.check.check", lambda plan, graphs, name, golden, device: self.checks.get(name, "")
+            "fer.cudagraph.check.check",
+            lambda plan, graphs, names, golden, deep: {n: w for n, w in self.checks.items() if n in names},
         )
-        monkeypatch.setattr(stage, "outputs_of", lambda *_: {})
+        monkeypatch.setattr(session, "outputs_of", lambda *_: {})
+        monkeypatch.setattr(session, "capture", self.capture)
         self.stage = stage.CudaGraphStage()
         self.plan.path.parent.mkdir(mode=0o700, exist_ok=True)
 
@@ -97,12 +106,21 @@ class Bench:
     def restoring(
         self, failed: dict[str, str] | None = None, quarantined: dict[str, str] | None = None
     ) -> FakeRestorer:
-        facts = {"order": NAMES, "golden": {}, "owners": self.owners(), "refused": {}}
+        owners = self.owners()
+        facts = {
+            "order": NAMES,
+            "golden": {},
+            "owners": owners,
+            "uses": {NAMES[0]: range(len(owners)), NAMES[1]: [0, 1]},  # only the first one touches the inputs
+            "weights": layout_digest(self.graphs.weights()),
+            "refused": {},
+        }
         self.plan.archive = SimpleNamespace(facts=facts)  # type: ignore[assignment]
         self.plan.state = state.State("digest", "proven", "", quarantined or {})
         restorer = FakeRestorer(failed)
         self.plan.restorer = restorer  # type: ignore[assignment]
-        self.plan.ready = {name: Graph(name, 1, None) for name in restorer.progress.ready}  # type: ignore[arg-type]
+        for name in restorer.progress.ready:
+            self.plan.ready.put(name, Graph(name, 1, None))  # type: ignore[arg-type]
         return restorer
 
     def owners(self) -> list[Any]:
@@ -147,22 +165,41 @@ def test_wrong_outputs_are_captured_and_quarantined(bench: Bench) -> None:
     bench.restoring()
     bench.checks = {"decode/4": "its outputs are not the recorded ones"}
     assert bench.run().details["captured"] == 1
-    assert bench.graphs.used == {8: bench.plan.ready["decode/8"], 4: "native 4"}
+    assert bench.graphs.used == {8: bench.plan.ready.graphs["decode/8"], 4: "native 4"}
 
 
-def test_moved_memory_drops_every_graph_and_blames_none(bench: Bench) -> None:
-    restorer = bench.restoring()
+def test_moved_memory_drops_the_graphs_that_use_it_and_blames_none(bench: Bench) -> None:
+    bench.restoring()
     owners = bench.plan.archive.facts["owners"]  # type: ignore[union-attr]
     owners[-1] = (owners[-1][0], owners[-1][1] + 512, owners[-1][2])
     row = bench.run()
-    assert restorer.cancelled
-    assert row.path == "refused"
+    assert (row.path, row.details["graphs"], row.details["captured"]) == ("restored", 1, 1)
     assert "owner moved: tensor/x" in row.why
+    assert bench.captures == [([4], False)]
+    known = state.load(bench.plan.path, "digest")
+    assert known.quarantined == {}
+    assert "owner moved" in known.outdated  # the next start records again
+
+
+def test_moved_weights_drop_every_graph(bench: Bench) -> None:
+    restorer = bench.restoring()
+    owners = bench.plan.archive.facts["owners"]  # type: ignore[union-attr]
+    owners[0] = (owners[0][0], owners[0][1] + 512, owners[0][2])
+    row = bench.run()
+    assert restorer.cancelled
+    assert (row.path, row.details["graphs"]) == ("refused", 0)
     assert bench.captures == [([4, 8], False)]
-    assert not state.beside(bench.plan.path).exists()
 
 
-def test_after_a_wake_moved_memory_ends_the_use(bench: Bench) -> None:
+def test_another_layout_of_the_weights_drops_every_graph(bench: Bench) -> None:
+    bench.restoring()
+    bench.plan.archive.facts["weights"] = "another"  # type: ignore[union-attr]
+    row = bench.run()
+    assert row.path == "refused"
+    assert "layout" in row.why
+
+
+def test_after_a_wake_moved_memory_ends_the_use_of_what_moved(bench: Bench) -> None:
     bench.restoring()
     bench.run()
     session = bench.graphs.session
@@ -170,12 +207,54 @@ def test_after_a_wake_moved_memory_ends_the_use(bench: Bench) -> None:
     assert session.verify_owners() == []
     bench.graphs.x = bench.graphs.x.clone()
     assert "owner moved: tensor/x" in session.verify_owners()[0]
-    assert bench.graphs.used == {4: None, 8: None}
+    assert bench.graphs.used == {4: None, 8: bench.plan.ready.graphs["decode/8"]}
+    session.capture_missing()
+    assert bench.graphs.used[4] == "native 4"
+    session.capture_missing()
+    assert bench.captures == [([4], False)]
+
+
+def test_graphs_follow_while_the_engine_serves(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "FIRST", 1)
+    restorer = bench.restoring()
+    late = bench.plan.ready.graphs.pop("decode/8")
+    late_s = restorer.progress.ready.pop("decode/8")
+    restorer.ended = False
+    row = bench.run()
+    assert (row.path, row.details["graphs"], row.details["under_way"]) == ("restored", 1, 1)
+    assert set(bench.graphs.used) == {4}  # larger batches run eagerly until then
+    bench.plan.ready.put("decode/8", late)
+    assert bench.graphs.used[8] is late
+    restorer.progress.ready["decode/8"], restorer.ended = late_s, True
+    for call in restorer.calls:
+        call()
+    row = bench.start.report.stages["cudagraph"]
+    assert (row.details["graphs"], "under_way" in row.details, bench.captures) == (2, False, [])
+
+
+def test_a_graph_that_fails_while_the_engine_serves_is_captured_when_it_is_idle(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "FIRST", 1)
+    restorer = bench.restoring()
+    del bench.plan.ready.graphs["decode/8"], restorer.progress.ready["decode/8"]
+    restorer.ended = False
+    bench.run()
+    restorer.progress.failed["decode/8"], restorer.ended = "read-back differs", True
+    for call in restorer.calls:
+        call()
+    row = bench.start.report.stages["cudagraph"]
+    assert (row.path, row.why) == ("restored", "read-back differs")
+    assert state.load(bench.plan.path, "digest").quarantined == {"decode/8": "read-back differs"}
+    assert not bench.captures
+    assert bench.graphs.session is not None
+    bench.graphs.session.capture_missing()
+    assert bench.graphs.used[8] == "native 8"
 
 
 def test_what_the_restore_lost_without_a_word_is_captured_too(bench: Bench) -> None:
     bench.restoring()
-    del bench.plan.ready["decode/8"]
+    del bench.plan.ready.graphs["decode/8"]
     row = bench.run()
     assert (row.details["captured"], row.why) == (1, "it was not restored")
 
@@ -216,6 +295,7 @@ def test_without_an_archive_graphs_are_captured_and_saved(bench: Bench, monkeypa
     monkeypatch.setattr(bench.stage, "_save", lambda *_: {"saved": True, "kept": 2})
     row = bench.run()
     assert (row.path, row.details["saved"], row.details["gc"]) == ("loaded", True, "frozen")
+    assert (row.details["one_default_gc_s"], row.details["one_frozen_gc_s"]) == (0.2, 0.1)
     assert bench.captures == [([4, 8], True)]
     assert closed == [1]
 
@@ -288,7 +368,7 @@ def test_owners_that_are_missing_moved_or_smaller_are_named() -> None:
 
     recorded = [("weight/a", 100, 10), ("tensor/b", 200, 10), ("tensor/c", 300, 10), ("scratch/0", 5, 5)]
     now = [Owner("tensor/b", 208, 10), Owner("tensor/c", 300, 8)]
-    assert [text.split(",")[0] for text in verify_owners(recorded, now)] == [
+    assert [text.split(",")[0] for text in verify_owners(recorded, now).values()] == [
         "owner missing: weight/a",
         "owner moved: tensor/b from 0xc8 to 0xd0",
         "owner moved: tensor/c from 0x12c to 0x12c",
@@ -325,6 +405,21 @@ def test_another_environment_is_a_miss_that_names_the_field(
     bench.plan.fingerprint = Fingerprint(group=group, rank={})
     planning._choose(bench.plan)
     assert "unproven" in bench.plan.why
+    assert bench.plan.unproven
+    assert bench.plan.unsaved  # it is proven again, not saved again
+    state.save(bench.plan.path, state.State(digest, "failed", "differs", by=fer.__version__))
+    bench.plan.why, bench.plan.unproven = "", False
+    planning._choose(bench.plan)
+    assert bench.plan.why == "the archive's proof failed: differs"
+    assert not bench.plan.unproven
+    state.save(bench.plan.path, state.State(digest, "failed", "differs", by="another version"))
+    planning._choose(bench.plan)
+    assert bench.plan.unproven
+    state.save(bench.plan.path, state.State(digest, "proven", outdated="owner moved: weight/a"))
+    bench.plan.unsaved = ""
+    planning._choose(bench.plan)
+    assert (bench.plan.archive, bench.plan.unsaved) == (None, "")
+    assert "saved anew" in bench.plan.why
     state.save(bench.plan.path, state.State(digest, "proven"))
     bench.plan.why = ""
     planning._choose(bench.plan)
@@ -360,6 +455,7 @@ def test_an_archive_that_others_could_have_written_is_not_used(bench: Bench) -> 
         (0, 'noise\n{"proven": 1, "wrong": {"decode/4": "differs"}}', "proven"),
         (0, '{"proven": 0, "wrong": {"decode/4": "differs"}}', "failed"),
         (-11, "", "failed"),
+        (-9, "", "unproven"),
         (0, '{"error": {"kind": "OutOfMemory", "what": "no room"}}', "unproven"),
     ],
 )

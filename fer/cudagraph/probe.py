@@ -1,0 +1,204 @@
+"""What a graph computes from fixed inputs and a fixed cache, as digests that two processes can compare.
+
+Two probes of each graph. The shallow one decodes at position 0: nothing of the cache is read but what the step itself
+writes, so it can be repeated in an engine at work. The deep one decodes far into a cache that holds a fixed pattern,
+which repeats every :data:`PATTERN` bytes. A process that proves an archive has no room for a second cache and maps one
+small slab over and over instead; the pattern looks the same through it, and where the slab is as long as
+:func:`alias` says, no layer sees what another one wrote. All deep probes come before all shallow ones, and a row's
+position is the same in all deep probes, so what one graph leaves in the cache is never read by the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fer.cudagraph.archive import Content
+from fer.engines.graphs import DEEP, SHALLOW
+
+if TYPE_CHECKING:
+    import torch
+
+    from fer.cudagraph.libcuda import Cuda
+    from fer.engines.graphs import DecodeGraphs
+
+PATTERN: Final = 2 << 20
+"""Bytes after which the pattern in the cache repeats: the granularity of GPU memory."""
+
+LARGEST_SLAB: Final = 2 << 30
+"""Bytes of the slab that stands for a cache, at most; a cache that needs more gets no deep probes."""
+
+NUMBERS: Final = (DEEP, SHALLOW)
+
+Digest = tuple[str, str]
+"""Of the deep and of the shallow probe; ``""`` for one that was not made or that two native replays disagree on."""
+
+
+def fill_pattern(cuda: Cuda, address: int, size: int) -> None:
+    """Write the pattern: bytes that are small finite numbers in every format of a cache. Raises DriverError."""
+    number = np.arange(PATTERN, dtype=np.uint64)
+    block = ((number * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) & np.uint64(15) | np.uint64(0x30)).astype("<u1")
+    done = min(PATTERN, size)
+    cuda.call("to_device", address, block.ctypes.data, done)
+    while done < size:
+        length = min(done, size - done)
+        cuda.call("device_copy", address + done, address, length)
+        done += length
+    cuda.call("synchronize")  # graphs run in streams that do not wait for this one
+
+
+def alias(layers: Sequence[Sequence[tuple[int, int]]], granule: int) -> int:
+    """Bytes of the shortest slab that can stand for a cache, 0 where none of at most :data:`LARGEST_SLAB` can.
+
+    Args:
+        layers: offset in the range and bytes of each layer's tensors.
+
+    Tensors of different layers may share memory if they share all of it: each writes a position before it reads it.
+    Those of one layer may not.
+    """
+    spans = [span for layer in layers for span in layer]
+    if not spans:
+        return granule
+    whole = -(-max(offset + size for offset, size in spans) // granule) * granule
+    starts = sorted(offset for offset, _ in spans)
+    strides = {after - before for before, after in itertools.pairwise(starts)}
+    stride = strides.pop() if len(strides) == 1 else 0
+    repeated = [stride * times for times in range(1, 9)] if stride and stride % granule == 0 else []
+    for slab in [*repeated, whole]:
+        if slab <= min(LARGEST_SLAB, whole) and _apart(layers, slab):
+            return slab
+    return 0
+
+
+def _apart(layers: Sequence[Sequence[tuple[int, int]]], slab: int) -> bool:
+    places = {(offset % slab, size) for layer in layers for offset, size in layer}
+    if any(len({offset % slab for offset, _ in layer}) < len(layer) for layer in layers):
+        return False
+    end = 0
+    for offset, size in sorted(places):
+        if offset < end or offset + size > slab:
+            return False
+        end = offset + size
+    return True
+
+
+def digest_of(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """128 bits of every output, in order of name, still on the device."""
+    import torch
+
+    return torch.stack([_device_digest(outputs[name]) for name in sorted(outputs)])
+
+
+def hexed(digest: torch.Tensor) -> str:
+    """A digest of :func:`digest_of` as text."""
+    return hashlib.sha256(digest.cpu().numpy().tobytes()).hexdigest()
+
+
+def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """128 bits that change with any bit of a tensor: two sums modulo 2**64, each word weighted by its place."""
+    import torch
+
+    plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    half = plain.view(torch.int16) if plain.numel() % 2 == 0 else plain
+    words = half.to(torch.int64) + 0x10001
+    place = torch.arange(1, words.numel() + 1, device=tensor.device, dtype=torch.int64) * 2 + 1
+    mixed = words * (place * 0x5851F42D4C957F2D)
+    other = words * (place * place * 0x14057B7EF767814F + 0x2545F4914F6CDD1D)
+    return torch.stack([mixed.sum(), (other ^ (other >> 29)).sum()])
+
+
+def probe_name(graph: str, number: int) -> str:
+    """Beginning of the names of the inputs of one probe."""
+    return f"probe/{graph}/{number}/"
+
+
+def write_inputs(cuda: Cuda, contents: Sequence[Content], graph: str, number: int) -> None:
+    """Put the recorded inputs of a probe where they were. Raises DriverError."""
+    prefix = probe_name(graph, number)
+    for content in contents:
+        if content.name.startswith(prefix):
+            data = ctypes.create_string_buffer(content.data, len(content.data))
+            cuda.call("to_device", content.address, ctypes.addressof(data), len(content.data))
+
+
+@dataclass
+class Native:
+    """Probes of captured graphs: :meth:`launch` gives the GPU its work, :meth:`digests` waits for what comes of it.
+
+    Args:
+        replays: what replays each graph, and its outputs, by name and batch size.
+        inputs: small tensors to be kept as they were in each probe.
+
+    Attributes:
+        random: graphs that moved torch's random generator on.
+    """
+
+    graphs: DecodeGraphs
+    replays: Mapping[str, tuple[int, Callable[[], None], Mapping[str, torch.Tensor]]]
+    inputs: Mapping[str, torch.Tensor]
+    random: set[str] = field(default_factory=set)
+    _found: dict[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
+    _kept: list[tuple[str, int, Any]] = field(default_factory=list)
+
+    def launch(self, number: int) -> None:
+        """Replay every graph twice with the ``number``-th inputs, which decides whether it is reproducible."""
+        import torch
+
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        with torch.inference_mode():
+            for name, (size, replay, outputs) in self.replays.items():
+                offset = generator.get_offset()
+                self.graphs.fill(size, number)
+                for label, tensor in self.inputs.items():
+                    plain = tensor.contiguous().reshape(-1).view(torch.uint8)
+                    self._kept.append((probe_name(name, number) + label, tensor.data_ptr(), plain.clone()))
+                replay()
+                first = digest_of(outputs)
+                self.graphs.fill(size, number)  # a step may write its own inputs
+                replay()
+                self._found[name, number] = (first, digest_of(outputs))
+                if generator.get_offset() != offset:
+                    self.random.add(name)
+
+    def digests(self) -> dict[str, Digest]:
+        """What came of all probes."""
+        import torch
+
+        if not self._found:
+            return {}
+        whole = torch.stack([torch.stack(pair) for pair in self._found.values()]).cpu()  # one wait for all of them
+        texts: dict[tuple[str, int], str] = {}
+        for key, (first, second) in zip(self._found, whole, strict=True):
+            texts[key] = hexed(first) if torch.equal(first, second) else ""
+        return {name: (texts.get((name, DEEP), ""), texts.get((name, SHALLOW), "")) for name in self.replays}
+
+    def contents(self) -> list[Content]:
+        """The inputs of all probes."""
+        import torch
+
+        if not self._kept:
+            return []
+        data = torch.cat([plain for _, _, plain in self._kept]).cpu().numpy().tobytes()
+        found, at = [], 0
+        for name, address, plain in self._kept:
+            found.append(Content(name, address, data[at : at + len(plain)]))
+            at += len(plain)
+        return found
+
+
+def replay_digest(
+    graphs: DecodeGraphs, size: int, number: int, replay: Callable[[], None], outputs: Mapping[str, torch.Tensor]
+) -> str:
+    """The digest of one probe of a graph that an engine has. The cache must hold the pattern for a deep one."""
+    import torch
+
+    with torch.inference_mode():
+        graphs.fill(size, number)
+        replay()
+        return hexed(digest_of(outputs))

@@ -1,0 +1,104 @@
+"""Restored graphs in an engine's use: handed over one by one, taken back when memory moves, captured where missing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fer.cudagraph.capture import capture
+from fer.cudagraph.restore import outputs_of, touched, verify_owners
+from fer.cudagraph.save import layout_digest, tensors
+
+if TYPE_CHECKING:
+    from fer.cudagraph.audit import Owner
+    from fer.cudagraph.plan import Plan
+    from fer.engines.graphs import DecodeGraphs
+
+log = logging.getLogger("fer")
+
+_LONG_S = 60.0
+
+
+def size_of(name: str) -> int:
+    """The batch size of a graph by its name."""
+    return int(name.rpartition("/")[2])
+
+
+class Session:
+    """What an engine keeps of its restored graphs (see :class:`fer.engines.graphs.Session`).
+
+    Args:
+        barred: graphs that must not be used, whatever becomes of their restore.
+    """
+
+    def __init__(self, plan: Plan, graphs: DecodeGraphs, barred: Iterable[str]) -> None:
+        self._plan, self._graphs = plan, graphs
+        self._barred = set(barred)
+        self._lock = threading.Lock()
+        self._missing: set[int] = set()
+        self.used: dict[str, Any] = {}
+
+    def use(self, name: str, graph: Any) -> None:
+        """Hand a graph to the engine, unless it is barred; called from whichever thread has it."""
+        archive, plan = self._plan.archive, self._plan
+        assert archive is not None
+        with self._lock:
+            if name in self._barred:
+                return
+            graph.pool_id = plan.ranges.pool.name
+            outputs = outputs_of(archive, name, f"cuda:{plan.device.ordinal}", plan.ranges)
+            self.used[name] = graph
+            self._graphs.use(size_of(name), graph, outputs)
+
+    def miss(self, names: Iterable[str]) -> None:
+        """These will not come: they are captured when the engine has a moment."""
+        with self._lock:
+            self._missing |= {size_of(name) for name in names}
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """True once every graph is ready or failed."""
+        return self._plan.restorer is None or self._plan.restorer.wait(timeout)
+
+    def verify_owners(self) -> list[str]:
+        """After sleep, wake or a change of weights: stop using the graphs whose memory moved; what moved, by name."""
+        wrong = moved(self._plan, owners_of(self._plan))
+        assert self._plan.archive is not None
+        gone = touched(self._plan.archive.facts, wrong) if wrong else {}
+        with self._lock:
+            self._barred |= set(gone)
+            for name in gone:
+                self._graphs.use(size_of(name), None, None)
+                self._missing.add(size_of(name))
+                self.used.pop(name, None)
+        return list(wrong.values())
+
+    def capture_missing(self) -> None:
+        """Capture what is missing, natively; from the engine's own thread, while no row is at work."""
+        if not self._missing or not self.wait(_LONG_S):
+            return
+        with self._lock:
+            sizes, self._missing = sorted(self._missing), set()
+        captured = capture(self._graphs, sizes, None, keep=False)
+        for size, graph in captured.graphs.items():
+            self._graphs.use(size, graph, captured.outputs[size])
+        log.info("graphs: captured %s that could not be restored", sorted(captured.graphs))
+
+
+def owners_of(plan: Plan) -> list[Owner]:
+    """Weights and named tensors where they lie now."""
+    from fer.cudagraph import plan as planning
+
+    return [*planning.weights_of(plan), *tensors(plan.graphs)]
+
+
+def moved(plan: Plan, owners: list[Owner]) -> dict[str, str]:
+    """What is not as the archive says, by owner; the weights' layout differs for every weight at once."""
+    assert plan.archive is not None
+    facts = plan.archive.facts
+    wrong = verify_owners(facts["owners"], owners)
+    if not wrong and layout_digest(plan.graphs.weights()) != facts["weights"]:
+        names = [str(name) for name, _, _ in facts["owners"] if str(name).startswith("weight/")]
+        return dict.fromkeys(names, "the weights' layout (shapes, strides, types) is another")
+    return wrong
