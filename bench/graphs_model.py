@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fer.engines.graphs import DecodeGraphs, Replayable
+from fer.engines.graphs import DEEP, DecodeGraphs, Replayable
 
 SIZES = (1, 2, 4, 8, 12, 16, *range(24, 257, 8))
 HEAD = 128
@@ -63,6 +63,8 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 class Decoder(DecodeGraphs):
     """Greedy decoding steps; weights are drawn from a fixed seed, the same in every process."""
+
+    deep = True
 
     def __init__(
         self, layers: int = 36, hidden: int = 4096, inner: int = 12288, groups: int = 8, length: int = 512,
@@ -174,7 +176,10 @@ class Decoder(DecodeGraphs):
     def fill(self, size: int, number: int) -> None:
         ids = (torch.arange(self.rows, device=self.device) * 7919 + 104729 * (number + 1) + size) % self.vocabulary
         self.token.copy_(ids)
-        self.position.zero_()
+        if number == DEEP:
+            self.position.copy_(self.length - 1 - self.row % 64)
+        else:
+            self.position.zero_()
 
     def use(self, size: int, graph: Replayable | None, outputs: Mapping[str, torch.Tensor] | None) -> None:
         if graph is None or outputs is None:
