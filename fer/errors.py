@@ -7,6 +7,8 @@
     │   ├── UnsupportedQuantization    the quantisation method is not on the allowlist
     │   └── UnsupportedState           the module holds something that cannot be kept, named by its path
     ├── Miss                       nothing fits and ``on_miss="fail"`` forbids loading
+    │   └── ArchiveIncompatible        an archive of kernels was made for something else
+    ├── ArchiveUntrusted           an archive holds code, or what FER never writes, and nobody said its maker is trusted
     ├── ResourceError              the operator: something has run out
     │   ├── OutOfMemory                device or host memory; says needed, free and who holds it
     │   └── WaitTimeout                another engine is loading and did not finish in the stated time
@@ -16,14 +18,17 @@
     │   ├── ProtocolError              a frame broke the protocol
     │   ├── Refused                    the keeper said no, with a code
     │   └── LeasesStand                the keeper will not stop while engines use its weights
+    ├── LauncherError              no launcher listens, or one cannot be started
     ├── MemoryFault                mapping, driver and descriptor trouble
     │   ├── DriverError                a CUDA driver call failed; keeps the code
     │   ├── MappingError               a slab could not be mapped
     │   └── SlabLost                   a descriptor no longer imports
     ├── IntegrityError             kept bytes or structure differ from what was published
     │   ├── StructureDiffers           the bytes are right, but this engine builds another module
-    │   └── ArchiveError               an archive of graphs is damaged or cannot be written; says which section
+    │   └── ArchiveError               an archive of graphs or kernels is damaged or cannot be written; says which section
     ├── PeerRankFailed             another rank of this launch failed, and this one must not go on without it
+    ├── RequestError               a client's request cannot be answered; has HTTP's status
+    ├── EngineDied                 an engine that is supervised ended, or could not be ended
     ├── GraphRefused               a graph cannot be kept or restored; it is captured natively
     ├── PublishRefused             what was loaded cannot be published; the engine goes on with it
     └── FerBug                     our own invariant broke: please report
@@ -87,6 +92,14 @@ class Miss(FerError):
     """Nothing that is kept fits, and loading was forbidden. Field: ``reasons``."""
 
 
+class ArchiveIncompatible(Miss):
+    """An archive of kernels is of another schema, or none of its entries can be used here. Field: ``reasons``."""
+
+
+class ArchiveUntrusted(FerError):
+    """An archive holds what would run in this process, or what FER never writes. Field: ``reasons``."""
+
+
 class ResourceError(FerError):
     """Something has run out."""
 
@@ -123,6 +136,10 @@ class LeasesStand(KeeperError):
     """The keeper will not stop or evict while engines use its weights. Field: ``holders``."""
 
 
+class LauncherError(FerError):
+    """No launcher listens, or one cannot be started."""
+
+
 class MemoryFault(FerError):
     """Mapping, driver and descriptor trouble."""
 
@@ -148,11 +165,19 @@ class StructureDiffers(IntegrityError):
 
 
 class ArchiveError(IntegrityError):
-    """An archive of graphs is damaged, of another format, or cannot be written. Field: ``section``."""
+    """An archive of graphs or kernels is damaged, or cannot be written. Field: ``section``."""
 
 
 class PeerRankFailed(FerError):
     """Another rank of this launch failed, and this one must not go on without it."""
+
+
+class RequestError(FerError):
+    """A client's request cannot be answered. Fields: ``status``, ``code``, ``param``, ``retry_after`` in seconds."""
+
+
+class EngineDied(FerError):
+    """An engine that is supervised ended, or could not be ended. Fields: ``pid``, ``status``."""
 
 
 class GraphRefused(FerError):

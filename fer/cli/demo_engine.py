@@ -49,7 +49,7 @@ def _prompt(engine: TransformersEngine, question: str) -> list[int]:
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     import fer
-    from fer.cli.devices import resolve
+    from fer.engines.devices import resolve
     from fer.engines.transformers import TransformersEngine
 
     engine = TransformersEngine(arguments.model, device=resolve(arguments.device))

@@ -79,7 +79,7 @@ def explain(model: Path, *, device: str, dtype: str, runtime_dir: Path | None) -
         KeeperUnavailable: no keeper runs.
         UsageError: the model cannot be started at all.
     """
-    from fer.cli.devices import resolve
+    from fer.engines.devices import resolve
     from fer.engines.transformers import TransformersEngine
     from fer.fingerprint import Fingerprint
     from fer.fingerprint import explain as differences

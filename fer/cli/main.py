@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fer import __version__
-from fer.cli import demo, doctor, graphs, keeper, weights
+from fer.cli import demo, doctor, graphs, keeper, serve, weights
 from fer.cli.exit_codes import TABLE
 from fer.cli.output import StdoutLost, print_error, watch_stdout
 from fer.errors import FerError, UsageError
@@ -33,6 +33,7 @@ app.command("status")(weights.status)
 app.command("explain")(weights.explain)
 app.command("verify")(weights.verify)
 app.command("evict")(weights.evict)
+app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 
 

@@ -36,7 +36,7 @@ def preload(
     Raises:
         PublishRefused: the weights were loaded but could not be kept.
     """
-    from fer.cli.devices import resolve
+    from fer.engines.devices import resolve
     from fer.engines.transformers import TransformersEngine
     from fer.orchestrator import preload as run
 

@@ -1,0 +1,101 @@
+"""``fer serve``: an engine behind a stable address, started again whenever it dies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from fer.cli.flags import Device, Model, RuntimeDir
+from fer.cli.output import guarded
+from fer.cli.settings import settings
+
+
+def serve(
+    model: Model,
+    port: Annotated[int, typer.Option("--port", help="TCP port; 0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    name: Annotated[str, typer.Option("--name", help="What clients call the model; by default its folder.")] = "",
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="torch's name of a dtype, or auto.")] = "auto",
+    max_length: Annotated[int, typer.Option("--max-length", help="Positions of prompt and answer together.")] = 1024,
+    batch_sizes: Annotated[
+        str, typer.Option("--batch-sizes", help="Answers decoded at once, such as 1,2,4; by default one.")
+    ] = "",
+    standbys: Annotated[
+        int, typer.Option("--standbys", help="Further engines that wait, each with memory for its own answers.")
+    ] = 0,
+    resume: Annotated[
+        str,
+        typer.Option(
+            "--resume",
+            metavar="retry|replay|fail",
+            help="What becomes of an answer whose engine dies: retry reads the tokens made so far with the prompt, "
+            "replay makes them again and compares, fail ends it.",
+        ),
+    ] = "retry",
+    queue: Annotated[int, typer.Option("--queue", help="Requests at once, waiting ones included.")] = 64,
+    wait_s: Annotated[
+        float, typer.Option("--engine-wait-s", help="Seconds a request waits for an engine to become active.")
+    ] = 60.0,
+    stall_s: Annotated[
+        float, typer.Option("--stall-s", help="Seconds without a token after which a busy engine counts as hung.")
+    ] = 300.0,
+    drain_s: Annotated[float, typer.Option("--drain-s", help="Seconds that answers have at the end.")] = 30.0,
+    launcher: Annotated[
+        str, typer.Option("--launcher", help="Name of the launcher that starts engines, auto, or off.")
+    ] = "auto",
+    runtime_dir: RuntimeDir = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API has it, until SIGTERM: it drains and ends what it started.
+
+    The address is written to stdout. An engine that dies is started again, and answers that were under way go on.
+    """
+    with guarded():
+        options = settings(log="info", runtime_dir=runtime_dir)
+        _need("starlette", "uvicorn", "prometheus_client")
+        from fer.standby.router import RouterLimits
+        from fer.standby.service import Settings
+        from fer.standby.service import serve as run
+        from fer.standby.supervisor import SupervisorLimits
+
+        chosen: Any = resume  # checked there
+        run(
+            Settings(
+                model=model,
+                name=name,
+                host=host,
+                port=port,
+                device=device,
+                dtype=dtype,
+                max_length=max_length,
+                batch_sizes=_sizes(batch_sizes),
+                standbys=standbys,
+                resume=chosen,
+                launcher=launcher,
+                runtime_dir=options.runtime_dir,
+                router=RouterLimits(requests=queue, wait_s=wait_s, stall_s=stall_s),
+                supervisor=SupervisorLimits(drain_s=drain_s),
+            )
+        )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    from fer.errors import OptionError
+
+    try:
+        return tuple(int(size) for size in text.split(",") if size.strip())
+    except ValueError:
+        raise OptionError(f"--batch-sizes {text!r} cannot be", fix="Give numbers such as 1,2,4") from None
+
+
+def _need(*packages: str) -> None:
+    import importlib.util
+
+    from fer.errors import UsageError
+
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"fer serve needs {' and '.join(missing)}", fix="Install them: pip install 'fast-engine-recovery[serve]'"
+        )

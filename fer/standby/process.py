@@ -1,0 +1,214 @@
+"""One process that was started here: watched by its pidfd, heard through its control socket, ended for certain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fer.errors import FerError, ProtocolError, from_dict
+from fer.memory.fd import Fd
+from fer.standby import wire
+from fer.standby.launcher_client import UNKNOWN, Child, spawn
+from fer.weights.keeper.process import born
+
+TAIL_BYTES = 8 << 10
+"""Bytes of a process's last output that are kept for whoever asks why it died."""
+TAIL_S = 0.05
+"""Seconds the last output of an ended process may take to be read; longer only where others hold its pipe open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What to start."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    folder: Path = field(default_factory=Path.cwd)
+
+
+Spawn = Callable[[Command, tuple[int, int, int]], Child]
+"""Starts a command in a session of its own, with these three descriptors as its stdio. Raises OSError or FerError."""
+
+
+def through(launcher: str = "auto", runtime_dir: Path | None = None) -> Spawn:
+    """Start commands by a launcher where one fits, else plainly; see :func:`fer.standby.launcher_client.spawn`."""
+
+    def start(command: Command, stdio: tuple[int, int, int]) -> Child:
+        return spawn(
+            command.arguments,
+            env=command.environment,
+            cwd=command.folder,
+            stdin=stdio[0],
+            stdout=stdio[1],
+            stderr=stdio[2],
+            launcher=launcher,
+            runtime_dir=runtime_dir,
+        )
+
+    return start
+
+
+class Tail:
+    """Passes a process's output on to our stderr, in a thread, and keeps its end.
+
+    A thread, since whoever reads our stderr may be slow, and the event loop must not wait for that.
+    """
+
+    def __init__(self, fd: Fd) -> None:
+        self._fd, self._kept = fd, b""
+        self._loop = asyncio.get_running_loop()
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+        threading.Thread(target=self._run, name="tail", daemon=True).start()
+
+    def text(self) -> str:
+        """The last lines."""
+        return self._kept.decode("utf-8", "replace").strip()
+
+    def _run(self) -> None:
+        with self._fd:
+            while piece := os.read(self._fd.fileno(), 1 << 16):
+                self._kept = (self._kept + piece)[-TAIL_BYTES:]
+                try:
+                    os.write(2, piece)
+                except OSError:
+                    pass  # nobody reads our stderr any more; what is kept is still worth keeping
+        try:
+            self._loop.call_soon_threadsafe(self._close)
+        except RuntimeError:
+            pass  # the loop has ended before the process's last child
+
+    def _close(self) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+class Process:
+    """A started process. Made by :meth:`start`.
+
+    Attributes:
+        how, why_so: whether a launcher forked it (``"launcher"``) or not (``"exec"``), and the reason.
+        pid, born: which process, for people and for whoever must not take another for it; signals go by pidfd.
+        started: when it was spawned, on the clock of :func:`time.monotonic_ns`, as all times here; ``begun``: when
+            its interpreter ran, 0 before; ``died``: when its end was seen, 0 before.
+        ready: done when the process says so.
+        ended: its exit status, negative for a signal.
+        broken: the error it ended with, where it could say one.
+    """
+
+    def __init__(self, child: Child, control: socket.socket, tail: Tail, started: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.pid, self.how, self.why_so, self.started = child.pid, child.via, child.why, started
+        self.born = born(self.pid)
+        self.begun = self.died = 0
+        self.broken: FerError | None = None
+        self.ready: asyncio.Future[wire.Ready] = loop.create_future()
+        self.ended: asyncio.Future[int] = loop.create_future()
+        self._child, self._control, self._tail, self._loop = child, control, tail, loop
+        self._listener = loop.create_task(self._listen())
+        loop.add_reader(child.pidfd.fileno(), self._see_end)
+
+    @classmethod
+    async def start(cls, command: Command, how: Spawn) -> Process:
+        """Start a command. Raises OSError or FerError, as ``how`` does."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            try:
+                read, write = (Fd(number) for number in os.pipe2(os.O_CLOEXEC))
+                with write:
+                    started = time.monotonic_ns()
+                    # In a thread: a launcher is another process, and may be slow to answer.
+                    stdio = (theirs.fileno(), write.fileno(), write.fileno())
+                    child = await asyncio.to_thread(how, command, stdio)
+            except BaseException:
+                ours.close()
+                raise
+        return cls(child, ours, Tail(read), started)
+
+    @property
+    def tail(self) -> str:
+        """The last lines it wrote."""
+        return self._tail.text()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to exactly this process; nothing happens if it has ended."""
+        if self.ended.done():
+            return
+        self._child.send_signal(number)
+
+    async def why(self) -> str:
+        """How it ended, in one line, after it has."""
+        status = self.ended.result()
+        await asyncio.wait([self._listener, self._tail.closed], timeout=TAIL_S)
+        if self.broken is not None:
+            return str(self.broken)
+        if status < 0:
+            return f"killed by {_signal_name(-status)}"
+        lines = [line for line in self.tail.splitlines() if line.strip()]
+        return f"exit status {status}" + (f": {lines[-1].strip()}" if lines else "")
+
+    def stuck(self) -> str:
+        """What the kernel says of a process that does not end: its state, and what it waits in."""
+        folder = Path(f"/proc/{self.pid}")
+        try:
+            state = folder.joinpath("stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
+            place = folder.joinpath("wchan").read_text("utf-8", "replace").strip("0\n")
+        except (OSError, IndexError):
+            return "its state cannot be read"
+        names = {"D": "uninterruptible sleep", "R": "running", "S": "sleep", "T": "stopped", "t": "traced"}
+        return f"{names.get(state, f'state {state}')}{f' in {place}' if place else ''}"
+
+    async def close(self) -> None:
+        """Let go of a process that has ended, or that nothing more is expected of. Twice is once."""
+        if self._child.pidfd.closed:
+            return
+        self._loop.remove_reader(self._child.pidfd.fileno())
+        if self.ended.done():
+            self._child.close()
+        else:
+            self._child.pidfd.close()  # Child.close would wait for a process that SIGKILL did not end
+        self._listener.cancel()
+        await asyncio.gather(self._listener, return_exceptions=True)
+        if not self.ready.done():
+            self.ready.cancel()
+
+    def _see_end(self) -> None:
+        self.died = time.monotonic_ns()
+        self._loop.remove_reader(self._child.pidfd.fileno())
+        status = self._child.poll()
+        self.ended.set_result(UNKNOWN if status is None else status)
+
+    async def _listen(self) -> None:
+        """Hear what the process says, until it says nothing more."""
+        reader, writer = await asyncio.open_connection(sock=self._control, limit=wire.LINE_LIMIT)
+        try:
+            while (line := await reader.readline()).endswith(b"\n"):
+                self._hear(wire.control(line))
+        except (ConnectionError, ValueError):  # closed in the middle of a line, or a line beyond all bounds
+            pass
+        except ProtocolError as error:
+            self.broken = error
+            self.signal(signal.SIGKILL)  # it is not what we took it for
+        finally:
+            writer.close()
+
+    def _hear(self, message: wire.Control) -> None:
+        if isinstance(message, wire.Begun):
+            self.begun = message.at
+        elif isinstance(message, wire.Broken):
+            self.broken = from_dict(message.error)
+        elif not self.ready.done():
+            self.ready.set_result(message)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

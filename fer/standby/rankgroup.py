@@ -1,0 +1,107 @@
+"""Processes that live and die together: the ranks of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fer.errors import EngineDied
+from fer.standby import wire
+from fer.standby.process import Command, Process, Spawn
+
+log = logging.getLogger("fer.standby")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long the end of a process may take, seconds: after SIGTERM, and after SIGKILL."""
+
+    term_s: float = 10.0
+    kill_s: float = 30.0
+
+
+class RankGroup:
+    """One process a rank. The first death ends the group: the others are ended too, and all are waited for.
+
+    Args:
+        commands: one a rank, rank 0 first.
+        spawn: how each is started.
+
+    Attributes:
+        processes: those that were started.
+        wedged: those that did not end in time after SIGKILL, as where the kernel waits for a GPU. Whoever they held
+            memory of gets it back only when the kernel lets go of them.
+    """
+
+    def __init__(self, commands: Sequence[Command], spawn: Spawn, limits: Limits = Limits()) -> None:
+        self._commands, self._spawn, self._limits = commands, spawn, limits
+        self.processes: list[Process] = []
+        self.wedged: list[Process] = []
+
+    async def start(self) -> None:
+        """Start every rank.
+
+        Raises:
+            OSError, FerError: one could not be started; those before it have been ended.
+        """
+        try:
+            for command in self._commands:
+                self.processes.append(await Process.start(command, self._spawn))
+        except BaseException:
+            await self.end()
+            raise
+
+    async def ready(self) -> wire.Ready:
+        """Wait until every rank is ready; what rank 0 said."""
+        return (await asyncio.gather(*(process.ready for process in self.processes)))[0]
+
+    async def death(self) -> Process:
+        """Wait for the first process that ends."""
+        endings = [asyncio.shield(process.ended) for process in self.processes]
+        await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+        # Of several at once the one that could say why is most likely the cause.
+        ended = sorted((process for process in self.processes if process.ended.done()), key=lambda p: p.died)
+        return next((process for process in ended if process.broken), ended[0])
+
+    def kill(self) -> None:
+        """SIGKILL to every rank, without waiting."""
+        for process in self.processes:
+            process.signal(signal.SIGKILL)
+
+    async def end(self, *, at_once: bool = False) -> None:
+        """End every process and wait until the last one is gone, however long the kernel takes.
+
+        Args:
+            at_once: SIGKILL without SIGTERM before, as among ranks whose peer has died.
+        """
+        if not at_once:
+            for process in self.processes:
+                process.signal(signal.SIGTERM)
+            await self._wait(self._limits.term_s)
+        self.kill()
+        await self._wait(self._limits.kill_s)
+        self.wedged = [process for process in self.processes if not process.ended.done()]
+        for process in self.wedged:
+            log.error("process %d does not end after SIGKILL: %s", process.pid, process.stuck())
+        await self._wait(None)
+        self.wedged = []
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of all processes, ended or not."""
+        for process in self.processes:
+            await process.close()
+
+    async def _wait(self, limit_s: float | None) -> None:
+        left = [asyncio.shield(process.ended) for process in self.processes if not process.ended.done()]
+        if left:
+            await asyncio.wait(left, timeout=limit_s)
+
+
+async def explain(process: Process) -> EngineDied:
+    """The death of a process as an error."""
+    why = await process.why()
+    return EngineDied(f"engine process {process.pid} ended", why=why, pid=process.pid, status=process.ended.result())

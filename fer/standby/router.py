@@ -1,0 +1,269 @@
+"""Between clients and workers: every request goes to the one active worker, and on to the next when that dies.
+
+Decoding is greedy, so an answer that was cut off can be completed by another worker from the tokens that are there
+already; the client sees a pause and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from fer.errors import ProtocolError, RequestError
+from fer.memory import fdpass
+from fer.standby import wire
+
+log = logging.getLogger("fer.standby")
+
+Resume = Literal["retry", "replay", "fail"]
+RESUMES: tuple[Resume, ...] = ("retry", "replay", "fail")
+NOTICE_S = 2.0
+"""Seconds in which a worker that closed a connection has to be seen dead; then it is asked once more."""
+RETRY_AFTER_S = 5
+
+
+@dataclass(eq=False)
+class Target:
+    """A worker that answers: one incarnation of it, never to be taken for the next.
+
+    Attributes:
+        heard: when it last said anything, seconds of :func:`time.monotonic`.
+        streams: requests it has now.
+        idle: set while it has none.
+    """
+
+    name: str
+    path: Path
+    heard: float = field(default_factory=time.monotonic)
+    streams: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLimits:
+    """How much and how long.
+
+    Attributes:
+        requests: at once, those that wait among them.
+        wait_s: seconds a request waits for an active worker.
+        stall_s: seconds without any word of a worker that has work, after which it counts as hung.
+        attempts: workers that may die under one request: more, and the request is what kills them.
+    """
+
+    requests: int = 64
+    wait_s: float = 60.0
+    stall_s: float = 300.0
+    attempts: int = 3
+
+
+class WorkerGone(Exception):
+    """The connection ended before the answer did. Never leaves this file."""
+
+
+class Router:
+    """Holds the active worker's address, and carries requests to it.
+
+    Args:
+        resume: what becomes of an answer that was begun when its worker dies: ``"retry"`` reads the tokens that are
+            there with the prompt, ``"replay"`` makes them once more and compares, ``"fail"`` ends it with an error.
+            One of which nothing was delivered is always begun again.
+        stalled: called with a worker that counts as hung.
+    """
+
+    def __init__(self, limits: RouterLimits, resume: Resume, stalled: Callable[[Target], None]) -> None:
+        self.limits, self.resume = limits, resume
+        self.active: Target | None = None
+        self.in_flight = self.resumed = self.retried = 0
+        self.on_token: Callable[[], None] | None = None
+        self._stalled = stalled
+        self._changed = asyncio.Event()
+        self._closed = ""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # -- what the supervisor does
+
+    def activate(self, target: Target | None) -> None:
+        """From now on requests go there; None: they wait."""
+        self.active = target
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def close(self, why: str) -> None:
+        """Take no more requests. Those that are under way go on."""
+        self._closed = why
+
+    async def idle(self, limit_s: float) -> bool:
+        """Wait until no request is left; whether that came about."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), limit_s)
+        return not self.in_flight
+
+    # -- what the front does
+
+    async def answer(self, request: wire.Generate) -> AsyncGenerator[wire.Event, None]:
+        """The events of one request: Began, Pieces, Ended.
+
+        Closing the iterator ends the generation.
+
+        Raises:
+            RequestError: the request is refused, there is no room, no worker came in time, or an answer was cut off.
+        """
+        if self._closed:
+            raise _unavailable(self._closed)
+        if self.in_flight >= self.limits.requests:
+            raise RequestError(
+                f"{self.in_flight} requests are under way, which is the most",
+                fix="Try again later, or raise --queue",
+                status=429,
+                code="queue_full",
+                retry_after=1,
+            )
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            async with contextlib.aclosing(self._through_deaths(request)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+
+    async def _through_deaths(self, request: wire.Generate) -> AsyncGenerator[wire.Event, None]:
+        known: list[int] = []
+        begun = False
+        deaths = 0
+        while True:
+            target = await self._target()
+            # Known tokens are part of what the next worker is asked; an answer without any is simply begun again.
+            asked = msgspec.structs.replace(request, known=known, replay=self.resume == "replay" and bool(known))
+            try:
+                async with contextlib.aclosing(self._ask(target, asked)) as events:
+                    async for event in events:
+                        if isinstance(event, wire.Failed):
+                            raise _failed(event)
+                        if isinstance(event, wire.Began):
+                            if begun:
+                                continue
+                            begun = True
+                        elif isinstance(event, wire.Piece):
+                            known = [*known, *event.ids]
+                        yield event
+                        if isinstance(event, wire.Ended):
+                            return
+            except WorkerGone:
+                deaths += 1
+                self._give_up(bool(known), deaths)
+                self.resumed += bool(known)
+                self.retried += not known
+                await self._notice(target)
+
+    def _give_up(self, delivered: bool, deaths: int) -> None:
+        if deaths >= self.limits.attempts:
+            raise RequestError(
+                f"the engine died {deaths} times under this request",
+                fix="See what it died of in /status; the request is not tried again",
+                status=502,
+                code="engine_died",
+            )
+        if delivered and self.resume == "fail":
+            raise RequestError("the engine died in the middle of this answer", status=502, code="engine_died")
+
+    async def _target(self) -> Target:
+        deadline = time.monotonic() + self.limits.wait_s
+        while self.active is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise _unavailable(f"no engine became active in {self.limits.wait_s:g} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+        return self.active
+
+    async def _notice(self, gone: Target) -> None:
+        """Wait until the supervisor has seen that this worker is dead. It has the pidfd; we saw a socket close."""
+        if self.active is gone:
+            log.warning("%s closed a connection in the middle of an answer", gone.name)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), NOTICE_S)
+
+    async def _ask(self, target: Target, request: wire.Generate) -> AsyncGenerator[wire.Event, None]:
+        """One request to one worker. Raises WorkerGone where the connection ends before the answer."""
+        try:
+            reader, writer = await _connect(target.path)
+        except OSError as error:
+            raise WorkerGone from error
+        target.streams += 1
+        target.idle.clear()
+        target.heard = max(target.heard, time.monotonic())  # the time without work does not count
+        try:
+            writer.write(wire.line(request))
+            await writer.drain()
+            while True:
+                event = await self._next(target, reader)
+                yield event
+                if isinstance(event, wire.Ended | wire.Failed):
+                    return
+        except (OSError, ProtocolError) as error:
+            raise WorkerGone from error
+        finally:
+            target.streams -= 1
+            if not target.streams:
+                target.idle.set()
+            writer.close()
+
+    async def _next(self, target: Target, reader: asyncio.StreamReader) -> wire.Event:
+        line = asyncio.ensure_future(reader.readline())
+        try:
+            while not (await asyncio.wait([line], timeout=self._patience(target)))[0]:
+                # Others may be served meanwhile; a worker is hung when it says nothing to anybody.
+                if self._patience(target) <= 0:
+                    self._stalled(target)
+                    raise WorkerGone
+            data = line.result()
+        finally:
+            line.cancel()
+        if not data.endswith(b"\n"):
+            raise WorkerGone
+        target.heard = time.monotonic()
+        event = wire.event(data)
+        if self.on_token is not None and isinstance(event, wire.Piece):
+            told, self.on_token = self.on_token, None
+            told()
+        return event
+
+    def _patience(self, target: Target) -> float:
+        return target.heard + self.limits.stall_s - time.monotonic()
+
+
+async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        fdpass.connect(sock, path)  # a Unix socket connects at once or not at all
+        return await asyncio.open_unix_connection(sock=sock, limit=wire.LINE_LIMIT)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _unavailable(why: str) -> RequestError:
+    fix = "Try again later; /status says what became of the engine"
+    return RequestError(
+        "no engine can answer now", why=why, fix=fix, status=503, code="engine_unavailable", retry_after=RETRY_AFTER_S
+    )
+
+
+def _failed(event: wire.Failed) -> RequestError:
+    return RequestError(event.message, status=event.status, param=event.param, code=event.code)

@@ -1,0 +1,219 @@
+"""Who decodes next: the engine's thread, with as many answers at once as the engine has rows.
+
+Requests wait in the order in which they came. A free row takes the next one, its prompt is read between two steps, and
+every step gives each running answer one token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fer.errors import OptionError
+from fer.standby.text import TextStream
+from fer.standby.wire import Ended, Event, Failed, Piece
+
+if TYPE_CHECKING:
+    from fer.engines.decode import TransformersGraphs
+    from fer.engines.transformers import TransformersEngine
+
+
+class Rows(Protocol):
+    """An engine that decodes a number of rows at once.
+
+    Attributes:
+        count: how many.
+    """
+
+    count: int
+
+    def begin(self, row: int, ids: Sequence[int], limit: int) -> int:
+        """Read a prompt into a row, for at most ``limit`` new tokens; the first of them."""
+
+    def advance(self, active: int) -> list[int]:
+        """The next token of each of the first ``active`` rows."""
+
+    def move(self, source: int, target: int) -> None:
+        """Let row ``target`` be what ``source`` was."""
+
+
+class OneRow:
+    """An engine without decode graphs: one answer at a time."""
+
+    count = 1
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._engine = engine
+        self._stream: Iterator[int] = iter(())
+
+    def begin(self, row: int, ids: Sequence[int], limit: int) -> int:
+        self._stream = self._engine.stream(ids, max_new_tokens=limit, stop=False)
+        return next(self._stream)
+
+    def advance(self, active: int) -> list[int]:
+        return [next(self._stream)]
+
+    def move(self, source: int, target: int) -> None:
+        """There is only one."""
+
+
+class SlotRows:
+    """The slots of an engine that decodes a list of batch sizes."""
+
+    def __init__(self, decode: TransformersGraphs) -> None:
+        self.count, self._decode = decode.rows, decode
+
+    def begin(self, row: int, ids: Sequence[int], limit: int) -> int:
+        return self._decode.prompt(row, ids)
+
+    def advance(self, active: int) -> list[int]:
+        return self._decode.advance(active)
+
+    def move(self, source: int, target: int) -> None:
+        import torch
+
+        slots = self._decode.slots
+        assert slots is not None, "rows are moved after they were used"
+        with torch.inference_mode():
+            for tensor in (slots.token, slots.position):
+                tensor[target].copy_(tensor[source])
+            for memory in slots.memory:
+                memory[:, target].copy_(memory[:, source])
+
+
+def rows_of(engine: TransformersEngine) -> Rows:
+    """The engine's rows, after it was recovered."""
+    decode = engine.graphs()
+    return OneRow(engine) if decode is None else SlotRows(decode)
+
+
+class Job:
+    """One answer in the making.
+
+    Args:
+        ids: the prompt.
+        limit: most tokens of the whole answer, those of ``known`` among them.
+        text: the answer's text so far, that of ``known`` included.
+        known: tokens that an earlier worker made.
+        replay: make the known ones again and compare, rather than read them with the prompt.
+    """
+
+    def __init__(
+        self, ids: Sequence[int], limit: int, text: TextStream, *, known: Sequence[int] = (), replay: bool = False
+    ) -> None:
+        self.prompt = [*ids] if replay else [*ids, *known]
+        self.limit, self.text = limit, text
+        self.made = 0 if replay else len(known)
+        self.cancelled = False
+        self._expected = deque(known if replay else ())
+
+    def take(self, token: int, ends: frozenset[int]) -> tuple[list[Event], bool]:
+        """What one more token means: events for the client, and whether it was the last."""
+        if self._expected:
+            if token != self._expected.popleft():
+                message = "the answer came out differently when its beginning was made again"
+                return [Failed(500, message, code="answer_differs")], True
+            self.made += 1
+            return [], False
+        if token in ends:
+            return self._last([], self.text.end(), "stop"), True
+        self.made += 1
+        shown = self.text.add(token)
+        if self.text.stopped:
+            return self._last([token], shown, "stop"), True
+        if self.made >= self.limit:
+            return self._last([token], shown + self.text.end(), "stop" if self.text.stopped else "length"), True
+        return [Piece([token], shown)], False
+
+    @staticmethod
+    def _last(ids: list[int], text: str, reason: Any) -> list[Event]:
+        piece: list[Event] = [Piece(ids, text)] if ids or text else []
+        return [*piece, Ended(reason)]
+
+
+Deliver = Callable[[list[tuple[Job, list[Event]]]], None]
+"""Takes the events of one step. Called from the engine's thread."""
+
+
+class Scheduler:
+    """Runs the engine for all jobs, in the thread that calls :meth:`run`.
+
+    An error of the engine ends :meth:`run`: what a failed step left behind, on a GPU above all, is not to be trusted,
+    and a worker that ends is started again.
+
+    Args:
+        ends: tokens that end an answer.
+        deliver: where events go.
+    """
+
+    def __init__(self, rows: Rows, ends: frozenset[int], deliver: Deliver) -> None:
+        self._rows, self._ends, self._deliver = rows, ends, deliver
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []  # by row
+        self._change = threading.Condition()
+        self._stopped = False
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. From any thread."""
+        with self._change:
+            self._waiting.append(job)
+            self._change.notify()
+
+    def stop(self) -> None:
+        """Have :meth:`run` return after the step it is in. From any thread."""
+        with self._change:
+            self._stopped = True
+            self._change.notify()
+
+    def run(self) -> None:
+        """Decode until stopped."""
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._stopped or self._waiting or self._running)
+                if self._stopped:
+                    return
+                # One prompt a step: running answers go on while others come in.
+                job = self._waiting.popleft() if self._waiting and len(self._running) < self._rows.count else None
+            if job is not None and not job.cancelled:
+                self._begin(job)
+            self._drop(lambda job: job.cancelled)
+            if self._running:
+                self._step()
+
+    def _begin(self, job: Job) -> None:
+        row = len(self._running)
+        self._running.append(job)
+        try:
+            token = self._rows.begin(row, job.prompt, job.limit - job.made)
+        except OptionError as error:
+            self._running.pop()
+            self._deliver([(job, [Failed(400, str(error))])])
+            return
+        self._hand_out([token], row)
+
+    def _step(self) -> None:
+        self._hand_out(self._rows.advance(len(self._running)), 0)
+
+    def _hand_out(self, tokens: Sequence[int], first: int) -> None:
+        done, events = set(), []
+        for job, token in zip(self._running[first:], tokens, strict=True):
+            made, last = job.take(token, self._ends)
+            if made:
+                events.append((job, made))
+            if last:
+                done.add(job)
+        if events:
+            self._deliver(events)
+        self._drop(done.__contains__)
+
+    def _drop(self, ended: Callable[[Job], bool]) -> None:
+        """Free the rows of jobs; the last running ones move into the gaps."""
+        for row in range(len(self._running) - 1, -1, -1):
+            if ended(self._running[row]):
+                last = len(self._running) - 1
+                if row != last:
+                    self._rows.move(last, row)
+                    self._running[row] = self._running[last]
+                self._running.pop()

@@ -1,0 +1,372 @@
+"""``fer serve`` as a whole: the sockets, the front, the supervisor, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from fer import paths
+from fer.errors import CheckpointError, OptionError, RequestError
+from fer.memory import fdpass
+from fer.standby.front import BODY_LIMIT, Front, application, failure
+from fer.standby.metrics import CONTENT_TYPE, Metrics
+from fer.standby.process import Command, Spawn, through
+from fer.standby.router import RESUMES, Resume, Router, RouterLimits, Target
+from fer.standby.supervisor import Commands, State, Supervisor, SupervisorLimits
+from fer.weights.keeper import notify
+from fer.weights.keeper.process import apart, born, environment, settings_file
+from fer.weights.keeper.sockets import choose_dir
+
+log = logging.getLogger("fer.standby")
+
+BACKLOG = 1024
+ADMIN = "admin.sock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is served, where, and how patiently.
+
+    Attributes:
+        model: the model's folder; ``name`` is what clients call it, by default the folder's name.
+        port: 0 takes a free one.
+        batch_sizes: rows the engine decodes at a time; empty: one answer at a time.
+        standbys: further engines that have recovered and wait.
+        resume: see :class:`fer.standby.router.Router`.
+        launcher: the name of the launcher that starts engines, ``auto`` or ``off``.
+        runtime_dir: where the private directory of sockets is made.
+    """
+
+    model: Path
+    name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    device: str = "auto"
+    dtype: str = "auto"
+    max_length: int = 1024
+    batch_sizes: tuple[int, ...] = ()
+    standbys: int = 0
+    resume: Resume = "retry"
+    launcher: str = "auto"
+    body_limit: int = BODY_LIMIT
+    runtime_dir: Path | None = None
+    router: RouterLimits = field(default_factory=RouterLimits)
+    supervisor: SupervisorLimits = field(default_factory=SupervisorLimits)
+
+    def check(self) -> None:
+        """Refuse what cannot be before anything is started.
+
+        Raises:
+            OptionError, CheckpointError: a value is wrong, or the folder is none of a model.
+        """
+        if self.resume not in RESUMES:
+            raise OptionError(f"resume={self.resume!r} is not known", fix=f"Use {', '.join(RESUMES)}")
+        if not 0 <= self.port < 1 << 16:
+            raise OptionError(f"port {self.port} cannot be", fix="Give a number from 0 to 65535")
+        if self.standbys < 0 or self.router.requests < 1:
+            raise OptionError("fewer than no standbys or no requests at all cannot be", fix="Raise the number")
+        if any(size < 1 for size in self.batch_sizes) or len(set(self.batch_sizes)) != len(self.batch_sizes):
+            raise OptionError(f"batch sizes {self.batch_sizes} cannot be", fix="Give different numbers from 1 on")
+        try:
+            (self.model / "config.json").stat()
+        except OSError as error:
+            why = f"config.json: {error.strerror}"
+            raise CheckpointError(f"{self.model} is no model folder", why=why, path=str(self.model)) from error
+
+
+def worker(settings: Settings) -> Commands:
+    """How an engine of these settings is started."""
+    variables = apart({**environment(), **settings_file()})
+    if settings.runtime_dir is not None:
+        variables["FER_RUNTIME_DIR"] = str(settings.runtime_dir.absolute())
+
+    def commands(path: Path) -> Sequence[Command]:
+        arguments = [sys.executable, "-m", "fer.standby.worker", "--socket", str(path)]
+        arguments += ["--model", str(settings.model.absolute()), "--device", settings.device]
+        arguments += ["--dtype", settings.dtype, "--max-length", str(settings.max_length)]
+        if settings.batch_sizes:
+            arguments += ["--batch-sizes", ",".join(map(str, settings.batch_sizes))]
+        return [Command(arguments=tuple(arguments), environment=variables)]
+
+    return commands
+
+
+def serve(settings: Settings, *, commands: Commands | None = None, spawn: Spawn | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, and end everything that was started.
+
+    The address is written to stdout, one line, as soon as requests are taken there; the first engine still starts then.
+
+    Args:
+        commands, spawn: what an engine is and how it is started; by default :func:`worker`, through a launcher where
+            one fits.
+
+    Raises:
+        OptionError: a setting is wrong, or the port is taken.
+        CheckpointError: the folder is none of a model.
+        EngineDied: an engine's process could not be ended.
+        FerError: what the first engine said is wrong with the model.
+    """
+    settings.check()
+    base, _ = choose_dir(settings.runtime_dir)
+    started = spawn or through(settings.launcher, settings.runtime_dir)
+    with _listen(settings.host, settings.port) as public, _folder(base) as folder, _admin(folder) as admin:
+        service = Service(settings, folder, commands or worker(settings), started)
+        asyncio.run(service.run(public, admin))
+
+
+class Service:
+    """The parts of one ``fer serve``, in one event loop."""
+
+    def __init__(self, settings: Settings, folder: Path, commands: Commands, spawn: Spawn) -> None:
+        self._settings, self._folder, self._commands, self._spawn = settings, folder, commands, spawn
+        self._name = settings.name or settings.model.resolve().name
+        self._said: State | None = None
+        self._notifier: notify.Notifier | None = None
+
+    async def run(self, public: socket.socket, admin: socket.socket) -> None:
+        """Serve at these sockets until a signal asks for the end."""
+        settings = self._settings
+        metrics = Metrics()
+        self._router = Router(settings.router, settings.resume, self._stalled)
+        self._supervisor = Supervisor(
+            self._commands,
+            self._folder,
+            self._spawn,
+            self._router,
+            members=1 + settings.standbys,
+            limits=settings.supervisor,
+            tell=self._tell,
+            outages=metrics.outage,
+        )
+        metrics.watch(self._supervisor, self._router)
+        self._metrics = metrics
+        front = Front(self._router, self._name, metrics, body_limit=settings.body_limit)
+        self._ending = asyncio.Event()
+        with self._notified(), self._signals():
+            clients, operators = application([*front.routes(), *self._routes()]), application(self._admin_routes())
+            async with _http(clients, public), _http(operators, admin):
+                sys.stdout.write(f"{_address(public)}\n")
+                sys.stdout.flush()
+                log.info("serving %s at %s, admin socket %s", self._name, _address(public), self._folder / ADMIN)
+                await self._supervise()
+
+    async def _supervise(self) -> None:
+        running = asyncio.create_task(self._supervisor.run())
+        asked = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait((running, asked), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                self._ending.clear()
+                await self._drain()
+        finally:
+            asked.cancel()
+            self._supervisor.stop()
+            await running
+
+    async def _drain(self) -> None:
+        """Answers that are under way get their time; a second signal ends it."""
+        self._supervisor.drain()
+        log.info("ending: %d requests are under way", self._router.in_flight)
+        drained = asyncio.create_task(self._router.idle(self._settings.supervisor.drain_s))
+        again = asyncio.create_task(self._ending.wait())
+        await asyncio.wait((drained, again), return_when=asyncio.FIRST_COMPLETED)
+        for task in (drained, again):
+            task.cancel()
+
+    def _stalled(self, target: Target) -> None:
+        self._supervisor.stalled(target)
+
+    # -- what it says of itself
+
+    def _routes(self) -> list[BaseRoute]:
+        return [
+            Route("/health/live", self._live),
+            Route("/health/ready", self._ready),
+            Route("/health/active", self._active),
+            Route("/status", self._status),
+            Route("/metrics", self._figures),
+        ]
+
+    def _admin_routes(self) -> list[BaseRoute]:
+        return [
+            *self._routes()[:3],
+            Route("/status", self._private_status),
+            Route("/metrics", self._figures),
+            Route("/admin/switch", self._switch, methods=["POST"]),
+        ]
+
+    async def _live(self, request: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def _ready(self, request: Request) -> Response:
+        return self._health("ready", self._supervisor.ready)
+
+    async def _active(self, request: Request) -> Response:
+        return self._health("active", self._supervisor.state == "active")
+
+    def _health(self, what: str, holds: bool) -> Response:
+        content = {what: holds, "state": self._supervisor.state}
+        return JSONResponse(content, status_code=200 if holds else 503)
+
+    async def _status(self, request: Request) -> Response:
+        return JSONResponse(self._describe(private=False))
+
+    async def _private_status(self, request: Request) -> Response:
+        return JSONResponse(self._describe(private=True))
+
+    def _describe(self, *, private: bool) -> dict[str, Any]:
+        own = {"model": self._name, "supervisor": os.getpid(), "resume": self._settings.resume}
+        router = {"in_flight": self._router.in_flight, "most": self._router.limits.requests}
+        counted = {"resumed": self._router.resumed, "retried": self._router.retried}
+        return {**own, **self._supervisor.status(private=private), "requests": {**router, **counted}}
+
+    async def _figures(self, request: Request) -> Response:
+        return Response(self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _switch(self, request: Request) -> Response:
+        try:
+            return JSONResponse({"active": await self._supervisor.switch()})
+        except RequestError as error:
+            return failure(error)
+
+    # -- the service manager and signals
+
+    def _tell(self, state: State) -> None:
+        """Log a new state, and tell the service manager."""
+        if state == self._said:
+            return
+        before, self._said = self._said, state
+        if before is not None:
+            log.info("state: %s", state)
+        error = self._supervisor.last_error.partition("\n")[0] if state in ("backoff", "recovering", "wedged") else ""
+        lines = [f"STATUS={state}{f': {error}' if error else ''}"]
+        lines += ["READY=1"] if state == "active" else []
+        lines += ["STOPPING=1"] if state == "draining" else []
+        if self._notifier is not None:
+            with contextlib.suppress(OSError):  # a manager that takes no messages is no reason to stop serving
+                self._notifier.send("\n".join(lines))
+
+    @contextlib.contextmanager
+    def _notified(self) -> Iterator[None]:
+        sock = notify.from_environment()
+        if sock is None:
+            yield
+            return
+        self._notifier = notify.Notifier(sock)
+        sock.setblocking(False)  # the event loop waits for nobody
+        try:
+            yield
+        finally:
+            self._notifier.close()
+            self._notifier = None
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self._ending.set)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn in a loop that is ours: signals are not its business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _http(app: Starlette, sock: socket.socket) -> AsyncIterator[None]:
+    """Serve an application at a listening socket inside the block."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,  # answers had their time before
+        backlog=BACKLOG,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        while not server.started:
+            if task.done():
+                task.result()
+            await asyncio.sleep(0)  # it starts in a few turns of the loop
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The public socket. Raises OptionError where it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        why = error.strerror or str(error)
+        fix = "Give another --port (0 takes a free one) or --host"
+        raise OptionError(f"{host}:{port} cannot be listened at", why=why, fix=fix) from error
+    return sock
+
+
+@contextlib.contextmanager
+def _folder(base: Path) -> Iterator[Path]:
+    """A private directory for this service's sockets, gone afterwards; those of services that were killed go first."""
+    for old in base.glob("serve-*"):
+        pid, _, start = old.name.removeprefix("serve-").partition("-")
+        if pid.isdigit() and start.isdigit() and born(int(pid)) != int(start):
+            shutil.rmtree(old, ignore_errors=True)
+    folder = base / f"serve-{os.getpid()}-{born(os.getpid())}"
+    paths.ensure_private(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _admin(folder: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+        fdpass.bind(sock, folder / ADMIN)
+        (folder / ADMIN).chmod(0o600)
+        sock.listen(16)
+        yield sock
+
+
+def _address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,149 @@
+"""What the front and a worker say to each other.
+
+Requests travel over the worker's private Unix socket, one connection each: a line of JSON with a :class:`Generate`,
+then one line an event, the last of which is :class:`Ended` or :class:`Failed`. A connection that ends before that means
+that the worker has gone; a front that closes its side ends the generation.
+
+What concerns the worker as a whole it writes to its control socket, file descriptor 0: :class:`Begun`, then
+:class:`Ready` or :class:`Broken`. Its end of file tells the worker that its supervisor has gone.
+
+Decoding is strict: unknown tags, unknown fields and wrong types are refused, and nothing on the wire is code.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fer.errors import ProtocolError
+
+LINE_LIMIT = 64 << 20
+"""Bytes of one line. A request is bounded by the front long before that."""
+
+Count = Annotated[int, Meta(ge=0)]
+Ids = list[Count]
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
+class _Line(Struct, frozen=True, forbid_unknown_fields=True):
+    """One line."""
+
+
+class Generate(_Line, frozen=True, tag="generate", kw_only=True):
+    """Continue a prompt greedily.
+
+    Attributes:
+        prompt: a text or token ids; None where ``messages`` are given.
+        messages: a conversation for the model's chat template.
+        max_tokens: most tokens of the whole answer, None: what is left of the context.
+        stop: texts that end the answer, and are no part of it.
+        known: tokens of the answer that an earlier worker made; the events begin after them.
+        replay: make the known tokens again, step by step, and compare, rather than read them as part of the prompt.
+    """
+
+    prompt: str | Ids | None = None
+    messages: list[Message] = []
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop: list[Annotated[str, Meta(min_length=1)]] = []
+    known: Ids = []
+    replay: bool = False
+
+
+class Began(_Line, frozen=True, tag="began"):
+    """The request fits; it waits for its turn."""
+
+    prompt_tokens: int
+
+
+class Piece(_Line, frozen=True, tag="piece"):
+    """More of the answer. ``text`` may lag behind ``ids`` by what may still become a stop or half a character."""
+
+    ids: Ids
+    text: str
+
+
+class Ended(_Line, frozen=True, tag="ended"):
+    """The answer is complete: at its natural end or a stop text, or at ``max_tokens``."""
+
+    reason: Literal["stop", "length"]
+
+
+class Failed(_Line, frozen=True, tag="failed"):
+    """This request cannot be answered, and the worker goes on. ``status`` is HTTP's."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+Event = Began | Piece | Ended | Failed
+
+
+class Begun(_Line, frozen=True, tag="begun"):
+    """The interpreter runs. ``at`` is the clock of :func:`time.monotonic_ns`, which is one for the machine."""
+
+    at: int
+
+
+class Ready(_Line, frozen=True, tag="ready"):
+    """The worker listens and has made its first token. ``report`` is :meth:`fer.report.Report.to_json`."""
+
+    at: int
+    context: int
+    rows: int
+    report: dict[str, Any]
+
+
+class Broken(_Line, frozen=True, tag="broken"):
+    """The worker cannot start and ends. ``error`` is :meth:`fer.errors.FerError.to_dict`."""
+
+    error: dict[str, Any]
+
+
+Control = Begun | Ready | Broken
+_T = TypeVar("_T")
+
+_encoder = msgspec.json.Encoder()
+_requests: msgspec.json.Decoder[Generate] = msgspec.json.Decoder(Generate)
+_events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Began | Piece | Ended | Failed)
+_controls: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Begun | Ready | Broken)
+
+
+def line(message: Generate | Event | Control) -> bytes:
+    """A message as it is sent."""
+    return _encoder.encode(message) + b"\n"
+
+
+def request(data: bytes) -> Generate:
+    """The request in a line. Raises ProtocolError."""
+    return _decode(_requests, data)
+
+
+def event(data: bytes) -> Event:
+    """The event in a line. Raises ProtocolError."""
+    return _decode(_events, data)
+
+
+def control(data: bytes) -> Control:
+    """The message in a line of the control socket. Raises ProtocolError."""
+    return _decode(_controls, data)
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(
+            "a line between front and worker is not understood",
+            why=str(error),
+            fix="Both sides must be the same version of FER",
+        ) from error

@@ -1,0 +1,49 @@
+"""``fer serve`` with the engine of :mod:`tests.support.serve_engine`; settings come as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fer.cli.output import guarded
+from fer.standby import member
+from fer.standby.process import Command
+from fer.standby.rankgroup import Limits
+from fer.standby.router import RouterLimits
+from fer.standby.service import Settings, serve
+from fer.standby.supervisor import SupervisorLimits
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    rows = str(asked.pop("rows", 4))
+    limits = Limits(term_s=asked.pop("term_s", 5.0), kill_s=5.0)
+    supervisor = SupervisorLimits(start_s=asked.pop("start_s", 30.0), drain_s=asked.pop("drain_s", 10.0), end=limits)
+    router = RouterLimits(**{name: asked.pop(name) for name in ("requests", "wait_s", "stall_s") if name in asked})
+    member.FIRST_DELAY_S = asked.pop("first_delay_s", member.FIRST_DELAY_S)
+
+    def commands(path: Path) -> Sequence[Command]:
+        # As a file, without what -m would import before: it starts in a moment.
+        arguments = (sys.executable, "-m", "tests.support.serve_engine", "--socket", str(path), "--rows", rows)
+        return [Command(arguments=arguments, environment=dict(os.environ))]
+
+    logging.basicConfig(format="fer: %(message)s", level=logging.INFO)
+    settings = Settings(model=Path(asked.pop("model")), port=asked.pop("port", 0), router=router, supervisor=supervisor)
+    for name, value in asked.items():
+        object.__setattr__(settings, name, value)
+    with guarded():
+        serve(settings, commands=commands)
+    assert "torch" not in sys.modules, "the supervisor must not need torch"
+
+
+if __name__ == "__main__":
+    import typer
+
+    try:
+        main()
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
