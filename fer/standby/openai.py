@@ -163,7 +163,7 @@ def _convert(body: bytes, kind: type[_T]) -> _T:
             continue
         if name not in _NEUTRAL:
             raise _bad(f"the parameter {name!r} is unknown", name, "unknown_parameter")
-        if not any((type(value) is not bool and value == neutral) or value is neutral for neutral in _NEUTRAL[name]):
+        if not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
             only = " or ".join(repr(neutral) for neutral in _NEUTRAL[name]) or "null"
             raise _bad(
                 f"{name} is supported as {only} only: decoding is greedy, one answer a request",
@@ -176,6 +176,11 @@ def _convert(body: bytes, kind: type[_T]) -> _T:
         text = str(error)
         param = next((name for name in sorted(known, key=len, reverse=True) if name in text), None)
         raise _bad(text, param) from error
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality of JSON: true is not 1."""
+    return bool(value == other) and (type(value) is bool) == (type(other) is bool)
 
 
 def _bad(what: str, param: str | None, code: str = "invalid_value") -> RequestError:

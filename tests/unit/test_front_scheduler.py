@@ -1,0 +1,146 @@
+"""Rows are shared by answers of any length, in the order in which they came, and what nobody waits for ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from fer.standby.scheduler import Job, Scheduler
+from fer.standby.text import TextStream
+from fer.standby.wire import Ended, Event, Failed, Piece
+from tests.support.serve_engine import following
+
+END = 122
+"""``z``, which ends an answer in some tests."""
+
+
+class Rows:
+    """Arithmetic, which notes what was asked of it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.ids: dict[int, list[int]] = {}
+        self.most = self.steps = 0
+        self.order: list[str] = []
+
+    def begin(self, row: int, ids: Sequence[int], limit: int) -> int:
+        assert row == len([r for r in self.ids if r < row]), "rows are used from the first on"
+        self.order.append(bytes(ids).decode())
+        self.ids[row] = list(ids)
+        return self._next(row)
+
+    def advance(self, active: int) -> list[int]:
+        self.steps += 1
+        self.most = max(self.most, active)
+        return [self._next(row) for row in range(active)]
+
+    def move(self, source: int, target: int) -> None:
+        assert target < source
+        self.ids[target] = list(self.ids[source])
+
+    def _next(self, row: int) -> int:
+        self.ids[row].append(following(self.ids[row]))
+        return self.ids[row][-1]
+
+
+def decode(ids: Sequence[int]) -> str:
+    return bytes(ids).decode()
+
+
+def answer(prompt: str, limit: int, ends: frozenset[int] = frozenset()) -> tuple[list[int], str]:
+    ids = list(prompt.encode())
+    made: list[int] = []
+    while len(made) < limit:
+        token = following([*ids, *made])
+        if token in ends:
+            return made, "stop"
+        made.append(token)
+    return made, "length"
+
+
+class Played:
+    """A scheduler that runs until every job has ended."""
+
+    def __init__(self, rows: Rows, jobs: Sequence[Job], ends: frozenset[int] = frozenset()) -> None:
+        self.events: dict[Job, list[Event]] = {job: [] for job in jobs}
+        self.scheduler = Scheduler(rows, ends, self.deliver)
+        for job in jobs:
+            self.scheduler.submit(job)
+        thread = threading.Thread(target=self.scheduler.run, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+
+    def deliver(self, events: list[tuple[Job, list[Event]]]) -> None:
+        for job, made in events:
+            self.events[job] += made
+        if all(found and isinstance(found[-1], Ended | Failed) for found in self.events.values()):
+            self.scheduler.stop()
+
+    def of(self, job: Job) -> tuple[list[int], str]:
+        *pieces, last = self.events[job]
+        assert isinstance(last, Ended), last
+        return [token for piece in pieces if isinstance(piece, Piece) for token in piece.ids], last.reason
+
+
+def job(prompt: str, limit: int, *, known: Sequence[int] = (), replay: bool = False) -> Job:
+    text = TextStream(decode)
+    for token in known:
+        text.add(token)
+    return Job(list(prompt.encode()), limit, text, known=known, replay=replay)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("ends", [frozenset[int](), frozenset({END, 101})])
+def test_answers_of_different_lengths_share_the_rows(count: int, ends: frozenset[int]) -> None:
+    prompts = {f"prompt {number}": 1 + (number * 13) % 40 for number in range(12)}
+    jobs = {prompt: job(prompt, limit) for prompt, limit in prompts.items()}
+    rows = Rows(count)
+    played = Played(rows, list(jobs.values()), ends)
+    for prompt, limit in prompts.items():
+        assert played.of(jobs[prompt]) == answer(prompt, limit, ends)
+    assert rows.order == list(prompts)
+    assert rows.most == count
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("place", [1, 7, 29])
+def test_an_answer_goes_on_after_its_known_tokens(replay: bool, place: int) -> None:
+    whole, reason = answer("once", 30)
+    resumed = job("once", 30, known=whole[:place], replay=replay)
+    rows = Rows(2)
+    played = Played(rows, [resumed, job("other", 5)])
+    assert played.of(resumed) == (whole[place:], reason)
+    # Read with the prompt, or made again.
+    assert len(rows.order[0]) == 4 + (0 if replay else place)
+
+
+def test_a_replay_that_comes_out_differently_is_an_error() -> None:
+    whole, _ = answer("once", 10)
+    wrong = job("once", 10, known=[*whole[:3], whole[3] + 1], replay=True)
+    (failed,) = Played(Rows(1), [wrong]).events[wrong]
+    assert isinstance(failed, Failed) and failed.code == "answer_differs"
+
+
+def test_a_cancelled_answer_frees_its_row_and_others_go_on() -> None:
+    rows = Rows(2)
+    long, short = job("long", 10_000), job("short", 30)
+    waiting = job("waiting", 10)
+    cancelled = job("never begun", 10)
+    cancelled.cancelled = True
+
+    class Watching(Played):
+        def deliver(self, events: list[tuple[Job, list[Event]]]) -> None:
+            for of, made in events:
+                self.events[of] += made
+            if len(self.events[long]) == 5:
+                long.cancelled = True
+            if all(self.events[of] and isinstance(self.events[of][-1], Ended) for of in (short, waiting)):
+                self.scheduler.stop()
+
+    played = Watching(rows, [long, short, cancelled, waiting])
+    assert played.of(short) == answer("short", 30) and played.of(waiting) == answer("waiting", 10)
+    assert len(played.events[long]) == 5 and not played.events[cancelled]
+    assert rows.order == ["long", "short", "waiting"]
