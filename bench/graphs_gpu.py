@@ -159,14 +159,8 @@ def save(folder: Path, small: bool) -> dict[str, Any]:
     for size_ in model.batch_sizes:
         chains[str(size_)] = _chain(model, size_, made.graphs[size_].replay, made.outputs[size_], STEPS)
     result["chains"] = chains
-    result["ms"] = {str(s): _pace(made.graphs[s].replay) for s in TIMED if s in made.graphs}
-    begin = time.perf_counter()
-    print("pace", result["ms"], "chains done"), (folder / "save.json").write_text(json.dumps(result))
-    default = capture(model, model.batch_sizes, None, freeze=False, keep=False)
-    result["default"] = {"warm_up": default.warm_up_s, "capture": default.capture_s}
-    result["default_total"] = time.perf_counter() - begin
     (folder / "save.json").write_text(json.dumps(result))
-    print("default", result["default"])
+    print("chains done")
     recorder.close()
     print("recorder closed")
     import torch
@@ -237,8 +231,6 @@ def restore(folder: Path, small: bool, moved: bool = False) -> dict[str, Any]:
             chains[size] = chain == before["chains"][str(size)]
         result["chains_wrong"] = [size for size, ok in chains.items() if not ok]
         print("decoded", len(chains), "batch sizes, wrong:", result["chains_wrong"], flush=True)
-        result["ms"] = {str(s): _pace(graphs[f"decode/{s}"].replay) for s in TIMED if f"decode/{s}" in graphs}
-        result["ms_native"] = before["ms"]
         first = next(iter(graphs), None)
         if first is not None and not moved:
             size = int(first.split("/")[1])
@@ -249,12 +241,36 @@ def restore(folder: Path, small: bool, moved: bool = False) -> dict[str, Any]:
             print(
                 "after 1000 replays the same:",
                 result["after_1000_replays"],
-                result["ms"],
-                result["ms_native"],
                 flush=True,
             )
+    if not moved:
+        result |= _beside(model, graphs)
     result["owners_after"] = len(restoring.verify_owners(archive.facts["owners"], [*weights, *saving.tensors(model)]))
     return result
+
+
+def _beside(model: Any, graphs: Any) -> dict[str, Any]:
+    """What the engine's own capture costs in this process, and its graphs' pace beside the restored ones'."""
+    from fer.cudagraph.capture import capture
+
+    found: dict[str, Any] = {}
+    for label, freeze in (("first, default GC", False), ("again, default GC", False), ("again, frozen GC", True)):
+        begin = time.perf_counter()
+        made = capture(model, model.batch_sizes, None, freeze=freeze, keep=False)
+        found[label] = {
+            "warm_ups": round(made.warm_up_s, 4),
+            "capture": round(made.capture_s, 4),
+            "all": round(time.perf_counter() - begin, 4),
+        }
+    paces: dict[str, Any] = {}
+    for size in TIMED:
+        pairs = []
+        for _ in range(5):  # in turns: the machine's pace changes
+            pairs.append((_pace(graphs[f"decode/{size}"].replay), _pace(made.graphs[size].replay)))
+        ratios = sorted(restored / native for restored, native in pairs)
+        paces[str(size)] = {"ms": pairs, "restored_over_native": [round(each, 5) for each in ratios]}
+    print("captures", json.dumps(found), "paces", json.dumps(paces), flush=True)
+    return {"native": found, "paces": paces}
 
 
 def _disturb() -> None:

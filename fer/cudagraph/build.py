@@ -121,8 +121,10 @@ class Builder:
             code = add(place + index * size, handle, None, 0, base + number * step)
             if code:
                 self._explain(code, graph, index)
-        for index in np.flatnonzero(kinds != KERNEL).tolist():
-            self._add_other(handle, graph, index, place + index * size, params)
+        others = np.flatnonzero(kinds != KERNEL)
+        blocks = graph.starts[others] + (address(params) if len(params) else 0)
+        for index, block in zip(others.tolist(), blocks.tolist(), strict=True):
+            self._add_other(handle, graph, index, place + index * size, block)
         del keep, launches  # the driver has copied everything
         self._set_attributes(graph, kernels, nodes)
         return nodes
@@ -171,9 +173,8 @@ class Builder:
         launches["pointers"][chosen] = (address(pointers) + (ends - wanted) * 8).astype("<u8")[chosen]
         return pointers
 
-    def _add_other(self, handle: int, graph: Graph, index: int, place: int, params: Array) -> None:
+    def _add_other(self, handle: int, graph: Graph, index: int, place: int, block: int) -> None:
         kind = int(graph.nodes["kind"][index])
-        block = address(params) + int(graph.starts[index]) if len(params) else 0
         if kind == MEMSET:
             self.cuda.call("add_memset", place, handle, None, 0, block, self.context)
         elif kind == MEMCPY:

@@ -173,6 +173,7 @@ class Restorer:
         self._stop = threading.Event()
         self._moved = threading.Condition()
         self._ended = False
+        self._stream = 0
         self._after: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._begin = time.perf_counter()
@@ -218,6 +219,8 @@ class Restorer:
             with self._in_context(), ThreadPoolExecutor(1, thread_name_prefix="fer-graphs-exec") as finisher:
                 self._run(finisher)
         finally:
+            if self._stream:
+                self._cuda.stream_destroy(self._stream)
             with self._moved:
                 self._ended = True
                 self._moved.notify_all()
@@ -265,11 +268,8 @@ class Restorer:
         progress = self.progress
         try:
             with self._in_context():
-                try:
-                    with progress.timed("instantiate"):
-                        executable = instantiate(self._cuda, handle)
-                finally:
-                    self._cuda.graph_destroy(handle)
+                with progress.timed("instantiate"):
+                    executable = instantiate(self._cuda, handle)
                 with progress.timed("upload"):
                     self._upload(executable)
             graph = Graph(name, executable, self._cuda, self._pool_id, self._keep)
@@ -280,15 +280,15 @@ class Restorer:
                 self._moved.notify_all()
         except Exception as error:  # as above
             self._failed(name, error)
+        finally:
+            self._cuda.graph_destroy(handle)
 
     def _upload(self, executable: int) -> None:
         """On a stream of its own: the default stream would wait for the engine's work, and the engine's for it."""
-        stream = self._cuda.value("stream_create", _NON_BLOCKING, first=True)
-        try:
-            self._cuda.call("upload", executable, stream)
-            self._cuda.call("stream_synchronize", stream)
-        finally:
-            self._cuda.stream_destroy(stream)
+        if not self._stream:
+            self._stream = self._cuda.value("stream_create", _NON_BLOCKING, first=True)
+        self._cuda.call("upload", executable, self._stream)
+        self._cuda.call("stream_synchronize", self._stream)
 
     def _failed(self, name: str, error: Exception) -> None:
         if isinstance(error, (FerError, KeyError, StopIteration)):

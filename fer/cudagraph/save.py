@@ -6,6 +6,8 @@ import ctypes
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -85,10 +87,11 @@ def save(
     ask = oracle(cuda)
     with _timed(saved, "contents"):
         contents = [_content(cuda, owner) for owner in scratch if owner.size <= SMALL]
-    with _timed(saved, "launch probes"):
-        slab = _slab(graphs, ranges)
-        native = _launch(cuda, captured, graphs, ranges, deep=bool(slab))
-    # The GPU replays the probes while the graphs are walked here.
+    slab = _slab(graphs, ranges)
+    # The GPU replays the probes while the graphs are walked here; giving it the work is waiting for it, mostly.
+    launcher = ThreadPoolExecutor(1, thread_name_prefix="fer-graph-probes")
+    launched = launcher.submit(_launch, cuda, captured, graphs, ranges, deep=bool(slab))
+    launcher.shutdown(wait=False)
     with _timed(saved, "walk"):
         for size in graphs.batch_sizes:
             if size in captured.graphs:
@@ -99,6 +102,8 @@ def save(
         audited = {graph.name: audit(tables, graph, owners, ask, span=ranges.span) for graph in tables.top()}
         used = _uses(tables, owners, contents)
     with _timed(saved, "digests"):
+        native = launched.result()
+        cuda.call("synchronize")  # it used another thread's stream
         golden, probes = native.digests(), native.contents()
         if slab:  # as it was: a fresh cache is zeros
             cuda.call("fill", ranges.kv.address, 0, ranges.kv.mapped)
@@ -231,11 +236,18 @@ def _launch(cuda: Cuda, captured: Captured, graphs: DecodeGraphs, ranges: Ranges
     }
     replays = {name_of(size): (size, graph.replay, captured.outputs[size]) for size, graph in captured.graphs.items()}
     native = Native(graphs, replays, inputs)
-    if deep:
-        fill_pattern(cuda, kv.address, kv.mapped)
-        native.launch(DEEP)
-    native.launch(SHALLOW)
+    with ranges.device.current(), _torch_on(ranges.device.ordinal):
+        if deep:
+            fill_pattern(cuda, kv.address, kv.mapped)
+            native.launch(DEEP)
+        native.launch(SHALLOW)
     return native
+
+
+def _torch_on(ordinal: int) -> AbstractContextManager[object]:
+    import torch
+
+    return torch.cuda.device(ordinal) if torch.cuda.is_available() else nullcontext()
 
 
 def _is_small_input(tensor: torch.Tensor) -> bool:

@@ -170,10 +170,9 @@ def _edges(cuda: Cuda, handle: int, nodes: Array) -> Array:
 
 
 def _plain(cuda: Cuda, node: int, kind: int) -> bytes:
-    block = np.zeros(1, MEMSET_PARAMS if kind == MEMSET else MEMCPY_PARAMS)
-    raw = np.zeros(block.nbytes, "<u1")
-    cuda.call("memset_params" if kind == MEMSET else "memcpy_params", node, address(raw))
-    return raw.tobytes()
+    raw = ctypes.create_string_buffer((MEMSET_PARAMS if kind == MEMSET else MEMCPY_PARAMS).itemsize)
+    cuda.call("memset_params" if kind == MEMSET else "memcpy_params", node, ctypes.addressof(raw))
+    return raw.raw
 
 
 def _kernels(
@@ -226,33 +225,34 @@ def _set_attributes(
     cuda: Cuda, handles: list[int], functions: list[int], tables: Tables, given: Mapping[int, Given]
 ) -> list[int]:
     """Sets of launch attributes where only some were given: the rest is as for a plain node of the function."""
-    scratch = np.zeros(len(ATTRIBUTE_IDS), ATTRIBUTE)
-    base, read, size = address(scratch), cuda.kernel_attribute, ATTRIBUTE.itemsize
+    size, read = ATTRIBUTE.itemsize, cuda.kernel_attribute
     for function in set(functions):
         given[function].seen.setdefault(b"", tables.attribute_set(given[function].plain))
-    indices = [given[function].seen[b""] for function in functions]
-    for place, function in enumerate(functions):
-        known = given[function]
-        if not known.rows:
-            continue
-        answers = b""
-        for row, number in known.rows:
-            memmove(base + row * size, _NOTHING, size)
-            code = read(handles[place], number, base + row * size + 8)
+    rows = [given[function].rows for function in functions]
+    answers = np.zeros(sum(len(each) for each in rows), ATTRIBUTE)
+    place = address(answers) + 8  # each is the status, then the union, of which the driver writes what it means
+    for node, each in zip(handles, rows, strict=True):
+        for _, number in each:
+            code = read(node, number, place)
             if code:
-                scratch["status"][row] = code
-            answers += ctypes.string_at(base + row * size, size)
-        index = known.seen.get(answers)
+                answers["status"][(place - 8 - address(answers)) // size] = code
+            place += size
+    text, at, indices = answers.tobytes(), 0, []
+    for function, each in zip(functions, rows, strict=True):
+        answer = text[at : at + len(each) * size]
+        at += len(answer)
+        index = given[function].seen.get(answer)
         if index is None:
-            whole = bytearray(known.plain)
-            for position, (row, _) in enumerate(known.rows):
-                whole[row * size : (row + 1) * size] = answers[position * size : (position + 1) * size]
-            index = known.seen[answers] = tables.attribute_set(bytes(whole))
-        indices[place] = index
+            index = given[function].seen[answer] = tables.attribute_set(_overlaid(given[function], answer))
+        indices.append(index)
     return indices
 
 
-_NOTHING = bytes(ATTRIBUTE.itemsize)
+def _overlaid(known: Given, answer: bytes) -> bytes:
+    size, whole = ATTRIBUTE.itemsize, bytearray(known.plain)
+    for position, (row, _) in enumerate(known.rows):
+        whole[row * size : (row + 1) * size] = answer[position * size : (position + 1) * size]
+    return bytes(whole)
 
 
 def _parameters(found: Array, via: Array, functions: list[int], tables: Tables, table: Array, kernels: Array) -> Array:
@@ -307,8 +307,9 @@ def _follow(sources: list[int], chosen: list[int], functions: list[int], tables:
 
 def _clear_gaps(packed: Array, via: Array, functions: list[int], sizes: list[int], tables: Tables) -> None:
     """Zero the bytes between parameters, of kernels that get pointers: nobody wrote them."""
+    whole = {size: np.ones(size, "<u1") for size in set(sizes)}
     masks = [
-        np.ones(size, "<u1") if how == VIA_BUFFER else tables.written(function)
+        whole[size] if how == VIA_BUFFER else tables.written(function)
         for how, function, size in zip(via.tolist(), functions, sizes, strict=True)
     ]
     if masks:
@@ -331,14 +332,10 @@ def _merged(table: Array, kernels: Array, packed: Array, blocks: dict[int, bytes
     """Blocks of all nodes in node order, from the kernels' and the others'."""
     if not blocks:
         return packed
-    sizes = table["size"][kernels].astype(np.int64)
-    ends = np.cumsum(sizes)
-    taken = dict(zip(kernels.tolist(), zip((ends - sizes).tolist(), ends.tolist(), strict=True), strict=True))
-    parts = []
-    for index in range(len(table)):
-        if index in taken:
-            parts.append(packed[slice(*taken[index])])
-        elif index in blocks:
-            table["size"][index] = len(blocks[index])
-            parts.append(np.frombuffer(blocks[index], "<u1"))
-    return np.concatenate([np.zeros(0, "<u1"), *parts])
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(table["size"][kernels], dtype=np.int64)])
+    parts, taken = [np.zeros(0, "<u1")], 0
+    for index, before in zip(sorted(blocks), np.searchsorted(kernels, sorted(blocks)).tolist(), strict=True):
+        table["size"][index] = len(blocks[index])
+        parts += [packed[taken : ends[before]], np.frombuffer(blocks[index], "<u1")]
+        taken = ends[before]
+    return np.concatenate([*parts, packed[taken:]])

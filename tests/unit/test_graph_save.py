@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,7 @@ class World:
         self.ranges: Any = SimpleNamespace(
             kv=FakeRange("kv"), static=FakeRange("static"), scratch=FakeRange("scratch"), pool=pool, span=span
         )
+        self.ranges.device = SimpleNamespace(ordinal=0, current=nullcontext)
         self.ranges.all = (self.ranges.kv, self.ranges.static, self.ranges.scratch, pool)
         monkeypatch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
