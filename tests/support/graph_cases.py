@@ -1,6 +1,6 @@
 """Processes of the graph cases: one records, others restore in other circumstances; each prints one JSON row.
 
-python -m tests.support.graph_cases '{"role": "save" | "restore" | "moved", "file": FILE, "cases": [NAME, ...], ...}'
+python -m tests.support.graph_cases '{"role": "save" | "restore" | "moved" | "prove", "file": FILE, "cases": [...]}'
 
 What is imported, and when, is part of what is tested, so nothing of FER, torch or Triton is imported up here.
 """
@@ -167,11 +167,11 @@ def save(asked: Mapping[str, Any]) -> dict[str, Any]:
     ranges.scratch.map(model.scratch_bytes)
     ranges.pool.map(model.pool_bytes)
     made = capture(model, model.batch_sizes, ranges)
+    _kept.append((model, ranges, made))  # what a failed capture leaves behind must not be cleared away in the middle
     ranges.scratch.trim()
     ranges.pool.trim()
-    saved = saving.save(
-        Path(asked["file"]), open_cuda(), recorder.seen, made, model, ranges, [], {"kv": dict(model.layout())}, "fixed"
-    )
+    facts = {"order": [saving.name_of(size) for size in model.batch_sizes]}
+    saved = saving.save(Path(asked["file"]), open_cuda(), recorder.seen, made, model, ranges, [], facts, "fixed")
     recorder.close()
     row = _all_outputs(model, made.graphs, made.outputs)
     row |= {
@@ -182,6 +182,7 @@ def save(asked: Mapping[str, Any]) -> dict[str, Any]:
         "edges": {NAMES[size]: edges_of(int(graph.raw_cuda_graph())) for size, graph in made.graphs.items()},
         "us": {NAMES[size]: _pace(g.replay) for size, g in made.graphs.items() if "programmatic" in NAMES[size]},
         "consumers": _consumers(model, made.graphs, made.outputs),
+        "allocator": _allocator(),
         "addresses": {name: tensor.data_ptr() for name, tensor in model.tensors().items()},
     }
     return row
@@ -227,11 +228,6 @@ def restore(asked: Mapping[str, Any]) -> dict[str, Any]:
     row["failed"] = {_case(name): why for name, why in restorer.progress.failed.items()}
     row["edges"] = {_case(name): edges.get(graph.executable, []) for name, graph in graphs.items()}
     outputs = {_size(name): restoring.outputs_of(archive, name, "cuda:0", ranges) for name in graphs}
-    row["golden"] = {
-        _case(name): saving.digests(model, _size(name), graph.replay, outputs[_size(name)])
-        == archive.facts["golden"]["fixed"].get(name)
-        for name, graph in graphs.items()
-    }
     restored = {_size(name): graph for name, graph in graphs.items()}
     if asked.get("drop"):
         del archive, restorer
@@ -258,8 +254,22 @@ def moved(asked: Mapping[str, Any]) -> dict[str, Any]:
     model = Cases(asked["cases"], forgotten="looked_up")
     _placed(model, ranges, lambda: torch.zeros(EXTRA, dtype=torch.uint8, device="cuda"))
     facts, _ = archives.facts_of(Path(asked["file"]))
-    row = {"owners": restoring.verify_owners(facts["owners"], saving.tensors(model))}
-    return row | {"native": _native(model, model.batch_sizes)}
+    wrong = restoring.verify_owners(facts["owners"], saving.tensors(model))
+    missing = {name: why for name, why in wrong.items() if "missing" in why}
+    return {
+        "owners": list(wrong.values()),
+        "touched": {_case(name): why for name, why in restoring.touched(facts, wrong).items()},
+        "without": {_case(name): why for name, why in restoring.touched(facts, missing).items()},
+        "native": _native(model, model.batch_sizes),
+    }
+
+
+def prove(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What the child says that FER starts before it uses an archive."""
+    from fer.cudagraph.proof import Request, run
+
+    answer = run(Request(asked["file"], 0, "fixed", "", ""))
+    return {"proven": answer["proven"], "wrong": {_case(name): why for name, why in answer["wrong"].items()}}
 
 
 def _native(model: Any, sizes: Iterable[int]) -> dict[str, Any]:
@@ -271,7 +281,22 @@ def _native(model: Any, sizes: Iterable[int]) -> dict[str, Any]:
     row = _all_outputs(model, made.graphs, made.outputs)
     row["troubles"] = {NAMES[size]: why for size, why in made.troubles.items()}
     row["consumers"] = _consumers(model, made.graphs, made.outputs)
+    row["allocator"] = _allocator()
+    _kept.append(made)
     return row
+
+
+def _allocator() -> str:
+    """What is wrong with torch after captures, some of which failed."""
+    import torch
+
+    if torch.cuda.current_stream() != torch.cuda.default_stream():
+        return "the stream of a capture is still the current one"
+    try:
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def _watch(cuda: Any) -> dict[int, Any]:
@@ -338,7 +363,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     _import(asked.get("before", ()))
     try:
-        row = {"save": save, "restore": restore, "moved": moved}[asked["role"]](asked)
+        row = {"save": save, "restore": restore, "moved": moved, "prove": prove}[asked["role"]](asked)
     except BaseException:  # a CUDA context that is lost would hang in the interpreter's end
         traceback.print_exc()
         sys.stderr.flush()

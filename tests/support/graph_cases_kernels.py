@@ -204,16 +204,18 @@ def edges_of(graph: int) -> list[tuple[int, int, int, int]]:
     library = ctypes.CDLL("libcuda.so.1")
     count = ctypes.c_size_t()
     assert library.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count)) == 0
-    nodes = (ctypes.c_uint64 * max(count.value, 1))()
+    nodes = (ctypes.c_uint64 * count.value)()
     assert library.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count)) == 0
     place = {handle: number for number, handle in enumerate(nodes[: count.value])}
     none = [None] * 3
     assert library.cuGraphGetEdges_v2(ctypes.c_void_p(graph), *none, ctypes.byref(count)) == 0
-    size = max(count.value, 1)
+    size = count.value
+    if not size:
+        return []  # asked for none of them, the driver complains
     source, target, data = (ctypes.c_uint64 * size)(), (ctypes.c_uint64 * size)(), (ctypes.c_ubyte * (8 * size))()
     assert library.cuGraphGetEdges_v2(ctypes.c_void_p(graph), source, target, data, ctypes.byref(count)) == 0
     found = []
-    for number in range(count.value):
+    for number in range(size):
         from_port, _, kind = data[8 * number : 8 * number + 3]
         found.append((place[source[number]], place[target[number]], kind, from_port))
     return sorted(found)
