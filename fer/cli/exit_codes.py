@@ -26,7 +26,11 @@ TABLE: tuple[Row, ...] = (
     Row(1, "failed for a reason without a code of its own; the message names it", (errors.FerError,)),
     Row(2, "the command, a setting, the model's configuration or the checkpoint is wrong", (errors.UsageError,)),
     Row(3, "nothing that is kept fits, and loading was forbidden", (errors.Miss,)),
-    Row(4, "no keeper could be reached, or the one found could not be trusted", (errors.KeeperError,)),
+    Row(
+        4,
+        "no keeper or launcher could be reached, or the one found could not be trusted",
+        (errors.KeeperError, errors.LauncherError),
+    ),
     Row(5, "the keeper refused, for instance because engines hold leases", (errors.Refused, errors.LeasesStand)),
     Row(6, "memory or waiting time ran out", (errors.ResourceError,)),
     Row(7, "kept bytes, or tokens made from them, are not what they were", (errors.IntegrityError, errors.SlabLost)),

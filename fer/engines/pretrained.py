@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fer import warm
 from fer.errors import CheckpointError
 from fer.weights.shards import read_header
 
@@ -106,6 +107,8 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         CheckpointError: naming the file, where one is no JSON object.
     """
+    if not trust_remote_code and (held := warm.take("tokenizer", folder)) is not None:
+        return held
     try:
         return _hub().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except ImportError:
@@ -126,6 +129,8 @@ def config_of(folder: Path, overrides: Mapping[str, Any], *, trust_remote_code: 
     Raises:
         CheckpointError: Transformers refuses it.
     """
+    if not overrides and not trust_remote_code and (held := warm.take("config", folder)) is not None:
+        return held
     try:
         return _hub().AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code, **copy.deepcopy(dict(overrides))

@@ -9,18 +9,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
+from fer.errors import FerError
+from fer.memory import fdpass
 from fer.memory.fd import Fd
+from fer.memory.seal import sealed_bytes
+from fer.standby import inheritance, tie
+from fer.standby import launcher_place as place
+from fer.standby import launcher_wire as wire
 from fer.standby import pidfd as processes
-from fer.standby import tie
+from fer.standby.launcher_command import which
 
+FORK_S = 5.0
+"""Seconds a launcher and its child have until the engine is there; one that hangs must not hold up a recovery."""
+END_S = 5.0
+"""Seconds a launcher has to say how an engine ended that the kernel tells nothing about."""
 UNKNOWN = 255
 """Exit status of an engine whose launcher died before it, on a kernel (before 6.15) that tells nobody else."""
+
+
+class NotForked(Exception):
+    """No launcher forked it; the message says why. Nothing of it has run."""
 
 
 class Child:
@@ -35,11 +51,18 @@ class Child:
         returncode: the exit status once :meth:`poll` or :meth:`wait` has seen the end, negative for a signal.
     """
 
-    def __init__(self, pid: int, pidfd: Fd, via: Literal["launcher", "exec"], why: str, alarm: Fd) -> None:
-        self.pid, self.pidfd, self.via, self.why = pid, pidfd, via, why
+    def __init__(
+        self,
+        pid: int,
+        pidfd: Fd,
+        why: str,
+        alarm: Fd,
+        source: subprocess.Popen[bytes] | socket.socket,
+    ) -> None:
+        self.pid, self.pidfd, self.why = pid, pidfd, why
+        self.via: Literal["launcher", "exec"] = "launcher" if isinstance(source, socket.socket) else "exec"
         self.returncode: int | None = None
-        self._alarm = alarm
-        self._process: subprocess.Popen[bytes] | None = None
+        self._alarm, self._source = alarm, source
 
     def poll(self) -> int | None:
         """The exit status; None while it runs."""
@@ -52,8 +75,19 @@ class Child:
         return self.returncode
 
     def _status(self) -> int:
-        assert self._process is not None
-        return self._process.wait()
+        """How it ended. Its parent knows; the kernel tells us too, more or less, depending on its version."""
+        if isinstance(self._source, subprocess.Popen):
+            return self._source.wait()
+        known = processes.exit_status(self.pidfd.fileno(), self.pid)
+        if known is not None:
+            return known
+        with contextlib.suppress(OSError, FerError):
+            self._source.settimeout(END_S)
+            payload, fds, _ = fdpass.receive(self._source, wire.LIMIT)
+            fdpass.close_all(fds)
+            if payload and isinstance(answer := wire.unpack_answer(payload), wire.Ended):
+                return answer.status
+        return UNKNOWN
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the engine; nothing happens if it has ended."""
@@ -66,9 +100,11 @@ class Child:
     def close(self) -> None:
         """Let go of the engine, which ends it if it still runs."""
         self._alarm.close()
-        if self._process is not None and self.returncode is None:
-            self.returncode = self._process.wait()
-        self.pidfd.close()
+        if not self.pidfd.closed:
+            self.wait()
+            self.pidfd.close()
+        if isinstance(self._source, socket.socket):
+            self._source.close()
 
     def __enter__(self) -> Self:
         return self
@@ -104,22 +140,126 @@ def spawn(
     Raises:
         OSError: the program cannot be started at all.
     """
-    return _plain(argv, env, cwd, (stdin, stdout, stderr), pass_fds, "no launcher was asked for")
+    streams = tuple(number if given is None else given for number, given in enumerate((stdin, stdout, stderr)))
+    try:
+        return fork(
+            argv, env=env, cwd=cwd, streams=streams, pass_fds=pass_fds, launcher=launcher, runtime_dir=runtime_dir
+        )
+    except NotForked as reason:
+        return _plain(argv, env, cwd, streams, pass_fds, str(reason))
+
+
+def fork(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    streams: Sequence[int] = (0, 1, 2),
+    pass_fds: Sequence[int] = (),
+    launcher: str = "auto",
+    runtime_dir: Path | None = None,
+    ignored: list[int] | None = None,
+    blocked: list[int] | None = None,
+) -> Child:
+    """As :func:`spawn`, by a launcher or not at all.
+
+    Args:
+        ignored, blocked: signals that are so in the engine from its start; none if None.
+
+    Raises:
+        NotForked: and why.
+    """
+    if launcher == "off":
+        raise NotForked("no launcher was asked for")
+    name = place.DEFAULT if launcher == "auto" else launcher
+    environment = dict(os.environ if env is None else env)
+    program = which(argv[0], environment, cwd or ".") if argv else None
+    if program is None:
+        raise NotForked("there is no such program")
+    if len(pass_fds) > wire.MOST_PASSED:
+        raise NotForked(f"{len(pass_fds)} descriptors are to be passed, and {wire.MOST_PASSED} fit into a message")
+    owned: list[Fd | socket.socket] = []
+    try:
+        sock, launcher_pid = place.connect(name, runtime_dir)
+        owned.append(sock)
+        body = wire.Body(
+            argv=[os.fsencode(word) for word in argv],
+            env={os.fsencode(key): os.fsencode(value) for key, value in environment.items()},
+        )
+        owned += [sealed_bytes("fer-run", wire.pack(body)), Fd(os.open(cwd or ".", os.O_PATH | os.O_CLOEXEC))]
+        held, alarm = tie.make()
+        owned += [held, alarm]
+        request = wire.Run(
+            version=wire.VERSION,
+            fixed=inheritance.fixed(),
+            handed=inheritance.handed(ignored=ignored, blocked=blocked),
+            pid=os.getpid(),
+            program=os.fsencode(program),
+            numbers=list(pass_fds),
+        )
+        sent = [*(fd.fileno() for fd in owned[1:4]), *streams, *pass_fds]
+        pid, pidfd = _agree(sock, request, sent)
+    except FerError as error:
+        _close(owned)
+        raise NotForked(f"{error.what}: {error.why}" if error.why else error.what) from error
+    except (OSError, ValueError) as error:
+        _close(owned)
+        raise NotForked(f"the launcher {name} could not be asked: {error}") from error
+    except BaseException:
+        _close(owned)
+        raise
+    _close(owned[1:4])
+    return Child(pid, pidfd, f"launcher {name}, process {launcher_pid}", alarm, sock)
+
+
+def _agree(sock: socket.socket, request: wire.Run, fds: Sequence[int]) -> tuple[int, Fd]:
+    """Ask for a fork and accept it. Raises NotForked, OSError, ProtocolError."""
+    sock.settimeout(FORK_S)
+    try:
+        fdpass.send(sock, wire.pack(request), fds)
+        payload, received, _ = fdpass.receive(sock, wire.LIMIT)
+    except TimeoutError:
+        raise NotForked(f"the launcher did not answer within {FORK_S:.0f} s") from None
+    except (BrokenPipeError, ConnectionResetError):
+        payload, received = b"", []
+    if not payload:
+        raise NotForked("the launcher died over the request")
+    answer = wire.unpack_answer(payload)
+    if not isinstance(answer, wire.Ready):
+        fdpass.close_all(received)
+        if isinstance(answer, wire.Refused | wire.Failed):
+            raise NotForked(answer.why)
+        raise NotForked("the forked child died before it began")
+    wire.expect(received, 1)
+    try:
+        fdpass.send(sock, wire.pack(wire.Go()))
+    except OSError:
+        received[0].close()
+        raise NotForked("the forked child died before it began") from None
+    return answer.pid, received[0]
+
+
+def _close(owned: Sequence[Fd | socket.socket]) -> None:
+    for each in owned:
+        each.close()
 
 
 def _plain(
     argv: Sequence[str],
     env: Mapping[str, str] | None,
     cwd: str | Path | None,
-    streams: tuple[int | None, int | None, int | None],
+    streams: Sequence[int],
     pass_fds: Sequence[int],
     why: str,
 ) -> Child:
+    environment = dict(os.environ if env is None else env)
+    program = which(argv[0], environment, cwd or ".") or argv[0]
     held, alarm = tie.make()
     with held:
         process = subprocess.Popen(
             list(argv),
-            env=None if env is None else dict(env),
+            executable=program,
+            env=environment,
             cwd=cwd,
             stdin=streams[0],
             stdout=streams[1],
@@ -128,6 +268,35 @@ def _plain(
             start_new_session=True,
         )
         tie.bind(held.fileno(), process.pid)
-    child = Child(process.pid, Fd(os.pidfd_open(process.pid)), "exec", why, alarm)
-    child._process = process
-    return child
+    return Child(process.pid, Fd(os.pidfd_open(process.pid)), why, alarm, process)
+
+
+def ask(name: str, runtime_dir: Path | None = None, *, stop: bool = False) -> wire.Status:
+    """What a launcher says of itself; ``stop`` ends it, and leaves its engines alone.
+
+    Raises:
+        LauncherError: none listens, or it does not answer.
+        PeerRefused, ProtocolError: it is not one.
+    """
+    from fer.errors import LauncherError
+
+    sock, pid = place.connect(place.check_name(name), runtime_dir)
+    with sock:
+        sock.settimeout(FORK_S)
+        try:
+            fdpass.send(sock, wire.pack(wire.Stop() if stop else wire.Ask()))
+            payload, fds, _ = fdpass.receive(sock, wire.LIMIT * 16)
+        except OSError as error:
+            raise LauncherError(
+                f"the launcher {name} does not answer", why=str(error), fix=f"Look at process {pid}."
+            ) from error
+        fdpass.close_all(fds)
+        if not payload:
+            raise LauncherError(f"the launcher {name} died over the question", fix="Start another one.")
+        answer = wire.unpack_answer(payload)
+        if not isinstance(answer, wire.Status):
+            raise LauncherError(f"the launcher {name} says no", why=getattr(answer, "why", ""))
+        if stop:
+            with contextlib.suppress(OSError), Fd(os.pidfd_open(pid)) as process:
+                processes.ended(process.fileno(), END_S)
+        return answer
