@@ -35,6 +35,7 @@ TABLE: tuple[Row, ...] = (
     Row(6, "memory or waiting time ran out", (errors.ResourceError,)),
     Row(7, "kept bytes, or tokens made from them, are not what they were", (errors.IntegrityError, errors.SlabLost)),
     Row(8, "a check of `fer doctor` failed"),
+    Row(9, "an archive holds code, or what FER never writes, and is not trusted", (errors.ArchiveUntrusted,)),
     Row(130, "interrupted"),
 )
 

@@ -57,9 +57,8 @@ def memoised(package: Path, compute: Callable[[], str], *, home: Path | None = N
     except OSError:
         return compute()
     place = path_for(package, home)
-    known = _load(place, before)
-    if known:
-        return known
+    if found := _load(place, before):
+        return found
     started = time.time_ns()
     key = compute()
     with contextlib.suppress(OSError, FerError):
@@ -67,6 +66,14 @@ def memoised(package: Path, compute: Callable[[], str], *, home: Path | None = N
         if stamp(package) == before and newest + _SETTLED_NS < started:
             _save(place, before, key)
     return key
+
+
+def known(package: Path, *, home: Path | None = None) -> str:
+    """The key of these very files if it is remembered, else ``""``; hashes nothing and imports no Triton."""
+    try:
+        return _load(path_for(package, home), stamp(package))
+    except OSError:
+        return ""
 
 
 def path_for(package: Path, home: Path | None = None) -> Path:

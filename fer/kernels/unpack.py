@@ -1,0 +1,333 @@
+"""An archive into caches: beside the target first, verified while it is written, then renamed entry by entry.
+
+What is there already and sound stays, what is there and damaged goes to the quarantine. An archive that turns out to be
+damaged half-way leaves whole entries, each of which was verified, and nothing of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from fer.errors import ArchiveError, ArchiveUntrusted
+from fer.kernels import compat, entry, trust
+from fer.kernels import manifest as manifests
+from fer.kernels.compat import Live, Trial
+from fer.kernels.container import Reader
+from fer.kernels.entry import Odd, Sidecar, Stored
+from fer.kernels.manifest import Entry, Manifest
+
+STAGE: Final = ".fer-stage."
+_STALE_S: Final = 3600.0
+Code = Literal["refuse", "skip", "take"]
+
+
+@dataclass
+class Outcome:
+    """What became of an archive's entries.
+
+    Attributes:
+        restored: paths that are new in the caches.
+        kept: that were there and sound.
+        healed: that were there and damaged.
+        skipped: that cannot be used here, with the reason.
+        notes: what differs and refuses nothing.
+    """
+
+    manifest: Manifest
+    restored: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    healed: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def usable(self) -> int:
+        """Entries of the archive that the caches hold now."""
+        return len(self.restored) + len(self.kept) + len(self.healed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How an archive is taken in.
+
+    Attributes:
+        code: what to do with code of the host: refuse the archive, skip such entries, or take them as trusted.
+        here: facts to compare with; None: no comparison.
+        trial: loads a kernel that was compiled for a newer driver; None: such kernels are skipped.
+        glance: trust the folders that are there, as a start does, whose lookups verify each anyway.
+        dry_run: say what would be done.
+    """
+
+    code: Code = "refuse"
+    here: Live | None = None
+    trial: Trial | None = compat.load_once
+    glance: bool = False
+    dry_run: bool = False
+
+
+def unpack(archive: Path, roots: Mapping[str, Path], terms: Terms | None = None) -> Outcome:
+    """Restore what can be used here.
+
+    Args:
+        roots: folders by component's name; entries of other components are skipped.
+
+    Raises:
+        ArchiveError: the archive is damaged, or a folder cannot be written to.
+        ArchiveUntrusted: it holds code of the host and ``terms.code`` refuses that, or what FER never writes.
+        ArchiveIncompatible: it has another schema.
+    """
+    terms = terms or Terms()
+    with Reader(archive) as reader:
+        manifest = manifests.read(reader)
+        outcome = Outcome(manifest)
+        wanted = _sort_out(manifest, roots, terms, outcome)
+        if terms.dry_run:
+            outcome.restored = [each.path for each in wanted]
+            return outcome
+        if wanted:
+            try:
+                with _Staging(roots, outcome) as staging:
+                    _restore(reader, manifest, wanted, staging, terms, outcome)
+            except OSError as error:
+                raise ArchiveError(
+                    f"{archive} cannot be unpacked", why=error.strerror or str(error), section="file"
+                ) from error
+        return outcome
+
+
+def verify(archive: Path) -> Manifest:
+    """Read an archive to its last byte; its manifest. Raises as :func:`unpack`, also where code of the host hides."""
+    with Reader(archive) as reader:
+        manifest = manifests.read(reader)
+        declared = {file.sha256: each.code for each in manifest.entries for file in each.files}
+        names = {file.sha256: file.name for each in manifest.entries for file in each.files}
+        for digest, data in reader.blobs(manifest.blobs()):
+            why = trust.code_in(names[digest], data)
+            if why and not declared[digest]:
+                raise reader.hostile(why)
+        return manifest
+
+
+def peek(archive: Path) -> tuple[Manifest, str, int]:
+    """Manifest, its digest and the file's size; reads the beginning only."""
+    with Reader(archive) as reader:
+        return manifests.read(reader), reader.digest, reader.size
+
+
+# -- which entries
+
+
+def _sort_out(manifest: Manifest, roots: Mapping[str, Path], terms: Terms, outcome: Outcome) -> list[Entry]:
+    """Entries to restore. Everything that can be known beforehand is decided here, before anything is written."""
+    code = [f"{each.path}: {each.code}" for each in manifest.entries if each.code]
+    if code and terms.code == "refuse":
+        raise ArchiveUntrusted(
+            "the archive holds code of the host",
+            why="; ".join(code[:3]) + (f"; {len(code) - 3} more" if len(code) > 3 else ""),
+            fix="With --trust it is taken, with --without-code only what cannot run in this process",
+            reasons=code,
+        )
+    if terms.here is not None:
+        outcome.notes += compat.soft_changes(manifest, terms.here)
+    wanted = []
+    for each in manifest.entries:
+        if why := _why_skip(manifest, each, roots, terms):
+            outcome.skipped[each.path] = why
+            continue
+        folder = os.path.join(roots[each.component], each.path)
+        if os.path.isdir(folder) and (terms.glance or _is_sound(folder, each)):
+            outcome.kept.append(each.path)
+        else:
+            wanted.append(each)
+    return wanted
+
+
+def _why_skip(manifest: Manifest, each: Entry, roots: Mapping[str, Path], terms: Terms) -> str:
+    if each.component not in roots:
+        return f"there is no place for {each.component}"
+    if each.code and terms.code == "skip":
+        return each.code
+    return compat.why_not(manifest, each, terms.here) if terms.here is not None else ""
+
+
+def _is_sound(folder: str, each: Entry) -> bool:
+    """Whether a folder holds an entry of this key that a lookup would take, from wherever it came."""
+    grouped = {name for names in each.groups.values() for name in names}
+    try:
+        for metadata in each.groups:
+            names = entry.group_names(folder, metadata)
+            if names is None:
+                return False
+            sidecar = entry.load_sidecar(folder, metadata)
+            if sidecar is None:
+                entry.inspect(folder, names, metadata)
+            else:
+                entry.verify(folder, names, sidecar)
+        others = [file.name for file in each.files if file.name not in grouped]
+        entry.verify(folder, others, _sidecar(each, others))
+    except Odd:
+        return False
+    return True
+
+
+def _sidecar(each: Entry, names: Collection[str]) -> Sidecar:
+    return Sidecar({file.name: Stored(file.size, file.sha256) for file in each.files if file.name in names})
+
+
+# -- writing
+
+
+def _restore(
+    reader: Reader, manifest: Manifest, wanted: list[Entry], staging: _Staging, terms: Terms, outcome: Outcome
+) -> None:
+    users: dict[str, list[Entry]] = {}
+    left = {each.path: len({file.sha256 for file in each.files}) for each in wanted}
+    held: dict[str, dict[str, bytes]] = {each.path: {} for each in wanted}
+    doubtful = set(compat.beyond_driver(manifest, terms.here)) if terms.here is not None else set()
+    for each in wanted:
+        for digest in {file.sha256 for file in each.files}:
+            users.setdefault(digest, []).append(each)
+    for digest, data in reader.blobs(manifest.blobs()):
+        for each in users.get(digest, ()):
+            held[each.path][digest] = data
+            left[each.path] -= 1
+            if left[each.path]:
+                continue
+            files = [(file.name, held[each.path][file.sha256]) for file in each.files]
+            del held[each.path]
+            for name, content in files if not each.code else ():
+                if why := trust.code_in(name, content):
+                    raise reader.hostile(why)
+            if each.target in doubtful:
+                doubtful.discard(each.target)
+                _try(files, terms, outcome)
+            staging.place(each, files)
+
+
+def _try(files: list[tuple[str, bytes]], terms: Terms, outcome: Outcome) -> None:
+    """The driver is older than the compiler: one kernel is loaded, and speaks for all of its kind."""
+    data = next((content for name, content in files if name.endswith(".cubin")), b"")
+    if not data or terms.here is None:
+        return
+    cuda = ".".join(map(str, terms.here.cuda or ()))
+    outcome.notes.append(f"kernels were compiled for a newer CUDA than the driver's {cuda}; one was loaded to see")
+    why = terms.trial(data) if terms.trial is not None else "nothing can be loaded here"
+    if why:
+        raise ArchiveError(
+            "the driver does not take the archive's kernels",
+            why=f"{why}; it runs CUDA {cuda} at most",
+            fix="Update the driver; until then kernels are compiled as usual",
+            section="driver",
+        )
+
+
+class _Staging:
+    """Entries on their way, in a folder beside each target: a rename must not leave the file system."""
+
+    def __init__(self, roots: Mapping[str, Path], outcome: Outcome) -> None:
+        self._roots, self._outcome = roots, outcome
+        self._folders: dict[str, Path] = {}
+
+    def __enter__(self) -> _Staging:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for folder in self._folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def place(self, each: Entry, files: list[tuple[str, bytes]]) -> None:
+        """Write a complete entry, and put it where it belongs."""
+        staged = self._folder(each)
+        target = os.path.join(self._roots[each.component], each.path)
+        if each.component == "triton":
+            files = [*files, *_lists(target, each, self._outcome.manifest.parts_of(each))]
+        _write_files(staged, files, nested="/" in each.path)
+        if "/" in each.path:
+            os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+        try:
+            os.rename(staged, target)
+            self._outcome.restored.append(each.path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            self._beside(each, staged, target)
+
+    def _beside(self, each: Entry, staged: str, target: str) -> None:
+        """Somebody else's entry is there: it wins if it is sound, and is healed file by file if it is not.
+
+        Never renamed away: a process that compiles may hold paths into it.
+        """
+        if _is_sound(target, each):
+            self._outcome.kept.append(each.path)
+            return
+        for metadata in each.groups or {each.files[0].name: ()}:
+            entry.quarantine(target, metadata, [file.name for file in each.files], "it was damaged before a restore")
+        lists = [name for name in sorted(os.listdir(staged)) if name.startswith(entry.GROUP)]
+        others = [name for name in sorted(os.listdir(staged)) if name not in lists]
+        for name in [*others, *lists]:
+            place = os.path.join(target, name)
+            if os.path.isdir(place) and not os.path.islink(place):
+                shutil.rmtree(place)
+            os.replace(os.path.join(staged, name), place)
+        self._outcome.healed.append(each.path)
+
+    def _folder(self, each: Entry) -> str:
+        if each.component not in self._folders:
+            root = self._roots[each.component]
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder = root / f"{STAGE}{os.getpid()}.{secrets.token_hex(4)}"
+            folder.mkdir(mode=0o700)
+            self._folders[each.component] = folder
+        return os.path.join(self._folders[each.component], each.path)
+
+
+def _write_files(folder: str, files: list[tuple[str, bytes]], *, nested: bool) -> None:
+    (os.makedirs if nested else os.mkdir)(folder, 0o700)
+    for name, data in files:
+        path = f"{folder}/{name}"
+        if "/" in name:
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(handle, view) :]
+        finally:
+            os.close(handle)
+
+
+def _lists(target: str, each: Entry, parts: dict[str, Any]) -> list[tuple[str, bytes]]:
+    """Sidecars, and Triton's lists with the paths of where the entry is going."""
+    made: list[tuple[str, bytes]] = []
+    grouped: set[str] = set()
+    for metadata, names in each.groups.items():
+        grouped |= set(names)
+        sidecar = _sidecar(each, names)
+        sidecar.parts = parts
+        made.append((entry.SIDECAR + metadata, sidecar.to_json()))
+        made.append((entry.GROUP + metadata, entry.group_list(os.path.abspath(target), names)))
+    for file in each.files:
+        if file.name not in grouped:
+            made.append((entry.SIDECAR + file.name, _sidecar(each, [file.name]).to_json()))
+    return made
+
+
+def tidy(root: Path, *, now: float | None = None) -> list[Path]:
+    """Remove what killed unpackers left beside a cache, once it is an hour old."""
+    gone = []
+    now = time.time() if now is None else now
+    for folder in root.glob(f"{STAGE}*"):
+        with contextlib.suppress(OSError):
+            if now - folder.stat().st_mtime > _STALE_S:
+                shutil.rmtree(folder)
+                gone.append(folder)
+    return gone
