@@ -29,9 +29,9 @@ def serve(
         str,
         typer.Option(
             "--resume",
-            metavar="retry|replay|fail",
-            help="What becomes of an answer whose engine dies: retry reads the tokens made so far with the prompt, "
-            "replay makes them again and compares, fail ends it.",
+            metavar="retry|prefill|fail",
+            help="What becomes of an answer whose engine dies: retry makes its tokens again and goes on, prefill reads "
+            "them with the prompt (quicker, and may go on otherwise where two tokens are as likely), fail ends it.",
         ),
     ] = "retry",
     queue: Annotated[int, typer.Option("--queue", help="Requests at once, waiting ones included.")] = 64,

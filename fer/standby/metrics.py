@@ -32,6 +32,8 @@ class _Seen(Collector):
         yield CounterMetricFamily("fer_switches", "Planned switches", value=supervisor.switches)
         text = "Answers that another engine completed"
         yield CounterMetricFamily("fer_answers_resumed", text, value=router.resumed)
+        text = "Resumed answers whose tokens came out otherwise the second time"
+        yield CounterMetricFamily("fer_answers_differed", text, value=router.differed)
         text = "Requests that another engine began again"
         yield CounterMetricFamily("fer_requests_retried", text, value=router.retried)
         states = GaugeMetricFamily("fer_state", "1 for the state the service is in", labels=["state"])

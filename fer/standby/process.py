@@ -98,7 +98,7 @@ class Process:
         started: when it was spawned, on the clock of :func:`time.monotonic_ns`, as all times here; ``begun``: when
             its interpreter ran, 0 before; ``died``: when its end was seen, 0 before.
         ready: done when the process says so.
-        ended: its exit status, negative for a signal.
+        ended: done when it has ended.
         broken: the error it ended with, where it could say one.
     """
 
@@ -108,8 +108,9 @@ class Process:
         self.born = born(self.pid)
         self.begun = self.died = 0
         self.broken: FerError | None = None
+        self._status: int | None = None
         self.ready: asyncio.Future[wire.Ready] = loop.create_future()
-        self.ended: asyncio.Future[int] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
         self._child, self._control, self._tail, self._loop = child, control, tail, loop
         self._listener = loop.create_task(self._listen())
         loop.add_reader(child.pidfd.fileno(), self._see_end)
@@ -142,9 +143,17 @@ class Process:
             return
         self._child.send_signal(number)
 
+    async def status(self) -> int:
+        """Its exit status, negative for a signal, after it has ended."""
+        if self._status is None:
+            # In a thread: of one that a launcher forked, the launcher is asked.
+            found = await asyncio.to_thread(self._child.poll)
+            self._status = UNKNOWN if found is None else found
+        return self._status
+
     async def why(self) -> str:
         """How it ended, in one line, after it has."""
-        status = self.ended.result()
+        status = await self.status()
         await asyncio.wait([self._listener, self._tail.closed], timeout=TAIL_S)
         if self.broken is not None:
             return str(self.broken)
@@ -170,6 +179,7 @@ class Process:
             return
         self._loop.remove_reader(self._child.pidfd.fileno())
         if self.ended.done():
+            await self.status()
             self._child.close()
         else:
             self._child.pidfd.close()  # Child.close would wait for a process that SIGKILL did not end
@@ -181,8 +191,7 @@ class Process:
     def _see_end(self) -> None:
         self.died = time.monotonic_ns()
         self._loop.remove_reader(self._child.pidfd.fileno())
-        status = self._child.poll()
-        self.ended.set_result(UNKNOWN if status is None else status)
+        self.ended.set_result(None)
 
     async def _listen(self) -> None:
         """Hear what the process says, until it says nothing more."""

@@ -104,4 +104,4 @@ class RankGroup:
 async def explain(process: Process) -> EngineDied:
     """The death of a process as an error."""
     why = await process.why()
-    return EngineDied(f"engine process {process.pid} ended", why=why, pid=process.pid, status=process.ended.result())
+    return EngineDied(f"engine process {process.pid} ended", why=why, pid=process.pid, status=await process.status())

@@ -24,8 +24,8 @@ from fer.standby import wire
 
 log = logging.getLogger("fer.standby")
 
-Resume = Literal["retry", "replay", "fail"]
-RESUMES: tuple[Resume, ...] = ("retry", "replay", "fail")
+Resume = Literal["retry", "prefill", "fail"]
+RESUMES: tuple[Resume, ...] = ("retry", "prefill", "fail")
 NOTICE_S = 2.0
 """Seconds in which a worker that closed a connection has to be seen dead; then it is asked once more."""
 RETRY_AFTER_S = 5
@@ -76,16 +76,21 @@ class Router:
     """Holds the active worker's address, and carries requests to it.
 
     Args:
-        resume: what becomes of an answer that was begun when its worker dies: ``"retry"`` reads the tokens that are
-            there with the prompt, ``"replay"`` makes them once more and compares, ``"fail"`` ends it with an error.
-            One of which nothing was delivered is always begun again.
+        resume: what becomes of an answer that was begun when its worker dies. ``"retry"`` makes the tokens that are
+            there once more, step by step, and then goes on; ``"prefill"`` reads them with the prompt, which is quicker
+            for long answers, but rounds otherwise: with half-precision weights a near tie may then fall the other way.
+            ``"fail"`` ends the answer with an error. One of which nothing was delivered is always begun again.
         stalled: called with a worker that counts as hung.
+
+    Attributes:
+        resumed: answers that another worker went on with; ``retried``: requests that one began again.
+        differed: resumed answers whose tokens came out otherwise the second time, and were read instead.
     """
 
     def __init__(self, limits: RouterLimits, resume: Resume, stalled: Callable[[Target], None]) -> None:
         self.limits, self.resume = limits, resume
         self.active: Target | None = None
-        self.in_flight = self.resumed = self.retried = 0
+        self.in_flight = self.resumed = self.retried = self.differed = 0
         self.on_token: Callable[[], None] | None = None
         self._stalled = stalled
         self._changed = asyncio.Event()
@@ -114,7 +119,7 @@ class Router:
     # -- what the front does
 
     async def answer(self, request: wire.Generate) -> AsyncGenerator[wire.Event, None]:
-        """The events of one request: Began, Pieces, Ended.
+        """The events of one request, whatever becomes of its workers: Began, Pieces, Ended.
 
         Closing the iterator ends the generation.
 
@@ -149,7 +154,7 @@ class Router:
         while True:
             target = await self._target()
             # Known tokens are part of what the next worker is asked; an answer without any is simply begun again.
-            asked = msgspec.structs.replace(request, known=known, replay=self.resume == "replay" and bool(known))
+            asked = msgspec.structs.replace(request, known=known, replay=self.resume == "retry" and bool(known))
             try:
                 async with contextlib.aclosing(self._ask(target, asked)) as events:
                     async for event in events:
@@ -159,6 +164,10 @@ class Router:
                             if begun:
                                 continue
                             begun = True
+                        elif isinstance(event, wire.Differed):
+                            self.differed += 1
+                            log.warning("an answer came out otherwise at token %d when it was resumed", event.place)
+                            continue
                         elif isinstance(event, wire.Piece):
                             known = [*known, *event.ids]
                         yield event

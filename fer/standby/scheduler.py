@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fer.errors import OptionError
 from fer.standby.text import TextStream
-from fer.standby.wire import Ended, Event, Failed, Piece
+from fer.standby.wire import Differed, Ended, Event, Failed, Piece
 
 if TYPE_CHECKING:
     from fer.engines.decode import TransformersGraphs
@@ -98,6 +98,10 @@ class Job:
         text: the answer's text so far, that of ``known`` included.
         known: tokens that an earlier worker made.
         replay: make the known ones again and compare, rather than read them with the prompt.
+
+    Attributes:
+        prompt: what is read next: the prompt, or the prompt and the known tokens.
+        made: tokens of the answer that are there when that has been read.
     """
 
     def __init__(
@@ -107,15 +111,17 @@ class Job:
         self.limit, self.text = limit, text
         self.made = 0 if replay else len(known)
         self.cancelled = False
-        self._expected = deque(known if replay else ())
+        self._known = [*known]
+        self._again = len(known) if replay else 0  # of the known ones, how many are still to be made again
 
     def take(self, token: int, ends: frozenset[int]) -> tuple[list[Event], bool]:
         """What one more token means: events for the client, and whether it was the last."""
-        if self._expected:
-            if token != self._expected.popleft():
-                message = "the answer came out differently when its beginning was made again"
-                return [Failed(500, message, code="answer_differs")], True
-            self.made += 1
+        if self._again:
+            place = len(self._known) - self._again
+            if token != self._known[place]:
+                self.prompt, self.made, self._again = [*self.prompt, *self._known], len(self._known), 0
+                return [Differed(place)], False
+            self.made, self._again = self.made + 1, self._again - 1
             return [], False
         if token in ends:
             return self._last([], self.text.end(), "stop"), True
@@ -198,8 +204,12 @@ class Scheduler:
 
     def _hand_out(self, tokens: Sequence[int], first: int) -> None:
         done, events = set(), []
-        for job, token in zip(self._running[first:], tokens, strict=True):
+        for row, token in enumerate(tokens, first):
+            job = self._running[row]
             made, last = job.take(token, self._ends)
+            if made and isinstance(made[0], Differed):
+                more, last = job.take(self._rows.begin(row, job.prompt, job.limit - job.made), self._ends)
+                made += more
             if made:
                 events.append((job, made))
             if last:

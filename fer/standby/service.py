@@ -233,7 +233,7 @@ class Service:
     def _describe(self, *, private: bool) -> dict[str, Any]:
         own = {"model": self._name, "supervisor": os.getpid(), "resume": self._settings.resume}
         router = {"in_flight": self._router.in_flight, "most": self._router.limits.requests}
-        counted = {"resumed": self._router.resumed, "retried": self._router.retried}
+        counted = {name: getattr(self._router, name) for name in ("resumed", "retried", "differed")}
         return {**own, **self._supervisor.status(private=private), "requests": {**router, **counted}}
 
     async def _figures(self, request: Request) -> Response:

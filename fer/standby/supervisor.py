@@ -27,6 +27,9 @@ log = logging.getLogger("fer.standby")
 State = Literal["starting", "active", "recovering", "backoff", "wedged", "draining", "stopped"]
 STATES: tuple[State, ...] = ("starting", "active", "recovering", "backoff", "wedged", "draining", "stopped")
 
+TOKEN_S = 2.0
+"""Seconds a standby that has taken over has for its first token before its predecessor is started again."""
+
 Commands = Callable[[Path], Sequence[Command]]
 """The commands, one a rank, of an engine whose rank 0 is to answer at a socket."""
 
@@ -51,10 +54,14 @@ class Outage:
     path: str = ""
 
     def seconds(self) -> dict[str, Any]:
-        """Each moment as seconds after the death was seen; negative: it had happened before."""
+        """Each moment as seconds after the death was seen, ``died_ns``; negative: it had happened before."""
         moments = ("spawned", "begun", "ready", "active", "token")
         found = {name: getattr(self, name) for name in moments}
-        return {"path": self.path, **{name: round((at - self.died) / 1e9, 4) for name, at in found.items() if at}}
+        return {
+            "died_ns": self.died,
+            "path": self.path,
+            **{name: round((at - self.died) / 1e9, 4) for name, at in found.items() if at},
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +118,7 @@ class Supervisor:
         self._phase: State = "starting"  # of the service's life: starting, active (it was), draining, stopped
         self._fatal: FerError | None = None
         self._switching = asyncio.Lock()
+        self._token = asyncio.Event()
 
     # -- what others ask
 
@@ -231,7 +239,15 @@ class Supervisor:
                 self._tell(self.state)
                 log.warning("%s starts again in %g s, after %d deaths in a row", member.name, delay, member.failures)
                 await self._until_stop(asyncio.sleep(delay))
+            else:
+                await self._until_stop(self._first_token())
         member.become("stopped")
+
+    async def _first_token(self) -> None:
+        """Where a standby has taken over, let it answer before a start takes processors from it."""
+        if self._router.active is not None and self._router.on_token is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._token.wait(), TOKEN_S)
 
     async def _live(self, member: Member) -> float:
         """One engine from its start to its end; the seconds it was ready."""
@@ -332,9 +348,11 @@ class Supervisor:
 
         def token() -> None:
             outage.token = time.monotonic_ns()
+            self._token.set()
             self._outages(outage)
 
         if self._router.in_flight:
+            self._token.clear()
             self._router.on_token = token
         else:
             self._outages(outage)

@@ -46,7 +46,8 @@ class Generate(_Line, frozen=True, tag="generate", kw_only=True):
         max_tokens: most tokens of the whole answer, None: what is left of the context.
         stop: texts that end the answer, and are no part of it.
         known: tokens of the answer that an earlier worker made; the events begin after them.
-        replay: make the known tokens again, step by step, and compare, rather than read them as part of the prompt.
+        replay: make the known tokens again, step by step as they were made, rather than read them with the prompt.
+            What is then in the cache has the same bits, and the answer goes on as it would have.
     """
 
     prompt: str | Ids | None = None
@@ -70,6 +71,15 @@ class Piece(_Line, frozen=True, tag="piece"):
     text: str
 
 
+class Differed(_Line, frozen=True, tag="differed"):
+    """The known tokens came out otherwise when they were made again, ``place`` tokens into the answer.
+
+    So it may be where other answers share the steps. The known ones stand, and were read with the prompt instead.
+    """
+
+    place: int
+
+
 class Ended(_Line, frozen=True, tag="ended"):
     """The answer is complete: at its natural end or a stop text, or at ``max_tokens``."""
 
@@ -85,7 +95,7 @@ class Failed(_Line, frozen=True, tag="failed"):
     code: str | None = None
 
 
-Event = Began | Piece | Ended | Failed
+Event = Began | Piece | Differed | Ended | Failed
 
 
 class Begun(_Line, frozen=True, tag="begun"):
@@ -114,7 +124,7 @@ _T = TypeVar("_T")
 
 _encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[Generate] = msgspec.json.Decoder(Generate)
-_events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Began | Piece | Ended | Failed)
+_events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Began | Piece | Differed | Ended | Failed)
 _controls: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Begun | Ready | Broken)
 
 

@@ -119,7 +119,7 @@ def play(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
-@pytest.mark.parametrize("resume", ["retry", "replay"])
+@pytest.mark.parametrize("resume", ["retry", "prefill"])
 def test_a_stream_outlives_engine_and_keeper(
     folder: Path, alone: TransformersEngine, runtime_dir: Path, resume: Resume
 ) -> None:

@@ -52,7 +52,7 @@ def test_an_engine_killed_while_idle_is_started_again(start: Start) -> None:
     nothing_is_left(service)
 
 
-@pytest.mark.parametrize("resume", ["retry", "replay"])
+@pytest.mark.parametrize("resume", ["retry", "prefill"])
 def test_a_stream_goes_on_where_its_engine_died(start: Start, resume: str) -> None:
     service = start(resume=resume)
     service.until("active")

@@ -82,7 +82,7 @@ def test_a_process_that_ignores_sigterm_is_killed(no_fd_leak: None) -> None:
         for process in group.processes:
             await output(process, "up")
         await group.end()
-        assert [process.ended.result() for process in group.processes] == [-signal.SIGKILL, -signal.SIGTERM]
+        assert [await process.status() for process in group.processes] == [-signal.SIGKILL, -signal.SIGTERM]
 
     play(work)
 
@@ -106,7 +106,7 @@ def test_a_process_that_sigkill_does_not_end_is_named_until_the_kernel_lets_go(
         monkeypatch.setattr(Child, "send_signal", real)
         process.signal(signal.SIGKILL)
         await ending
-        assert not group.wedged and process.ended.result() == -signal.SIGKILL
+        assert not group.wedged and await process.status() == -signal.SIGKILL
 
     play(work)
 
@@ -144,7 +144,8 @@ def test_a_process_that_speaks_otherwise_is_ended(no_fd_leak: None) -> None:
     async def work() -> None:
         speaking = 'import os, signal; os.write(0, b\'{"type": "hello"}\\n\'); signal.pause()'
         process = await Process.start(command(speaking), through("off"))
-        assert await process.ended == -signal.SIGKILL
+        await process.ended
+        assert await process.status() == -signal.SIGKILL
         assert "not understood" in await process.why()
         await process.close()
 

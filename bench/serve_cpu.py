@@ -1,0 +1,203 @@
+"""SIGKILL of the serving engine to the next token at the client: SmolLM2-135M on the host, behind ``fer serve``.
+
+Rows: the plain start (``FER_MODE=off``), with the keeper, with keeper and launcher, and with a standby that is ready.
+Each run kills the engine in the middle of a streamed answer and compares the whole text with the undisturbed one. The
+split is the service's own account of the outage and the recovery's report; its parts follow each other.
+
+python -m bench.serve_cpu [--runs 5] [--rows plain keeper launcher standby]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from bench.harness import Results, spread
+
+WARM, TOKENS, LIMIT_S = 4, 40, 120.0
+PROMPT = "Once upon a time, in a small village by the sea,"
+ROWS = {
+    "plain": (["--launcher", "off"], {"FER_MODE": "off"}),
+    "keeper": (["--launcher", "off"], {}),
+    "launcher": (["--launcher", "auto"], {}),
+    "standby": (["--launcher", "auto", "--standbys", "1"], {}),
+}
+
+
+class Service:
+    """One ``fer serve``; every figure is taken at its client's side."""
+
+    def __init__(self, address: str, name: str) -> None:
+        found = urlsplit(address)
+        self._place, self._name = (found.hostname or "", found.port or 0), name
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(*self._place, timeout=LIMIT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads(self.get("/status")[1]))
+
+    def quiet(self, engines: int) -> dict[str, Any]:
+        """Wait until all engines have recovered: a start that still runs would share the cores."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            status = self.status()
+            if sum(member["role"] in ("active", "standby") for member in status["members"]) == engines:
+                return status
+            time.sleep(0.1)
+        raise RuntimeError("the engines did not come up")
+
+    def pieces(self) -> Iterator[tuple[float, str]]:
+        """Text and the moment it came, from one streamed answer."""
+        connection = http.client.HTTPConnection(*self._place, timeout=LIMIT_S)
+        asked = {"model": self._name, "prompt": PROMPT, "max_tokens": TOKENS, "stream": True}
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", json.dumps(asked).encode())
+            response = connection.getresponse()
+            while line := response.readline().decode().strip() or response.readline().decode().strip():
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    return
+                found = json.loads(data)
+                if "error" in found:
+                    raise RuntimeError(found["error"]["message"])
+                yield time.monotonic(), found["choices"][0]["text"]
+
+    def kill(self, engines: int, undisturbed: str) -> dict[str, float]:
+        """One death in the middle of an answer: seconds of each part, and of the whole."""
+        pid = self.quiet(engines)["pid"]
+        stream = self.pieces()
+        text = "".join(next(stream)[1] for _ in range(WARM))
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        came, piece = next(stream)
+        while came < killed:  # was under way when we killed
+            text += piece
+            came, piece = next(stream)
+        text += piece + "".join(more for _, more in stream)
+        if text != undisturbed:
+            raise RuntimeError(f"another answer: {text!r} in place of {undisturbed!r}")
+        return _split(self.status(), killed, came)
+
+
+def _split(status: dict[str, Any], killed: float, came: float) -> dict[str, float]:
+    outage = status["last_outage"]
+    seen = outage["died_ns"] / 1e9
+    parts = {"detection": seen - killed}
+    if outage["path"] != "standby":
+        active = next(member for member in status["members"] if member["role"] == "active")
+        phases = active["recovery"]["phase_s"]
+        interpreter = outage["begun"] - outage["spawned"]
+        parts |= {"teardown, spawn": outage["spawned"], "interpreter": interpreter}
+        parts["imports"] = phases.pop("python") - interpreter
+        parts |= {f"recover: {name}": seconds for name, seconds in phases.items() if seconds >= 0.001}
+        parts["ready, active"] = (
+            outage["active"] - outage["spawned"] - interpreter - parts["imports"] - sum(phases.values())
+        )
+    else:
+        parts["active"] = outage["active"]
+    parts["first token"] = came - seen - outage["active"]
+    return {"whole": came - killed, **parts}
+
+
+@contextlib.contextmanager
+def service(model: Path, arguments: list[str], environment: dict[str, str]) -> Iterator[Service]:
+    command = [sys.executable, "-m", "fer", "serve", "--model", str(model), "--port", "0", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **environment}
+    )
+    assert process.stdout is not None
+    try:
+        yield Service(process.stdout.readline().decode().strip(), model.name)
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
+        process.stdout.close()
+
+
+@contextlib.contextmanager
+def launcher(model: Path) -> Iterator[None]:
+    """A launcher with what the engine imports, and the model's tokenizer; returns once it serves."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fer", "launcher", "run", "--preload", str(model)], stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        asked = [sys.executable, "-m", "fer", "launcher", "status"]
+        while subprocess.run(asked, capture_output=True, check=False).returncode:
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise RuntimeError("no launcher came up")
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
+
+
+def _row(results: Results, name: str, model: Path, runs: int) -> float:
+    arguments, environment = ROWS[name]
+    engines = 2 if name == "standby" else 1
+    with service(model, arguments, environment) as served:
+        served.quiet(engines)
+        undisturbed = "".join(piece for _, piece in served.pieces())
+        found = [served.kill(engines, undisturbed) for _ in range(runs)]
+        how = served.status()["members"][0]["processes"][0]
+    results.add(f"{name}: engine started by", f"{how['via']} ({how['why']})")
+    results.add(f"{name}: SIGKILL to next token at the client (ms)", spread([run["whole"] for run in found]))
+    parts = {part: statistics.median(run.get(part, 0.0) for run in found) for run in found for part in run}
+    results.add(f"{name}: median of each part (ms)", {part: round(s * 1e3, 1) for part, s in parts.items()})
+    return statistics.median(run["whole"] for run in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--rows", nargs="*", choices=[*ROWS], default=[*ROWS])
+    arguments = parser.parse_args()
+
+    from fer import paths
+    from fer.engines.demo_model import smollm2
+    from fer.errors import FerError
+    from fer.weights.client import KeeperClient
+
+    model = smollm2(paths.home())
+    results = Results("serve_cpu")
+    results.add("load average at the beginning", [round(value, 2) for value in os.getloadavg()])
+    results.add("caches", "page cache warm, byte-compiled packages; nothing is compiled")
+    directory = Path(tempfile.mkdtemp(prefix="fer-bench-"))
+    os.environ["FER_RUNTIME_DIR"] = str(directory)
+    medians: dict[str, float] = {}
+    try:
+        for name in arguments.rows:
+            with launcher(model) if "auto" in ROWS[name][0] else contextlib.nullcontext():
+                medians[name] = _row(results, name, model, arguments.runs)
+    finally:
+        with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
+            client.stop(force=True)
+        shutil.rmtree(directory, ignore_errors=True)
+    if "plain" in medians:
+        faster = {name: f"{medians['plain'] / value:.1f} times" for name, value in medians.items() if name != "plain"}
+        results.add("faster than the plain start, medians", faster)
+    results.save()
+
+
+if __name__ == "__main__":
+    main()
