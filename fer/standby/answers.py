@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import struct
 from pathlib import Path
 
-from fer.errors import FerError, RequestError
+from fer.errors import RequestError
 from fer.memory import fdpass
 from fer.standby import wire
 from fer.standby.model import Model, job_of
 from fer.standby.scheduler import Job, Scheduler
+
+log = logging.getLogger("fer.standby")
 
 BACKLOG = 1024
 REQUEST_S = 30.0
@@ -71,14 +74,16 @@ class Answers:
             return
         try:
             request = wire.request(line)
-            job = job_of(self._model, request)
+            # In a thread: a long prompt takes its time, and running answers are written from this loop.
+            job = await asyncio.to_thread(job_of, self._model, request)
         except RequestError as error:
             fields = error.fields
             failed = wire.Failed(fields["status"], str(error), fields.get("param"), fields.get("code"))
             writer.write(wire.line(failed))
             return
-        except FerError as error:
-            writer.write(wire.line(wire.Failed(500, str(error))))
+        except Exception as error:  # a template is the model's own program, and may raise anything
+            log.exception("a request could not be prepared")
+            writer.write(wire.line(wire.Failed(500, f"the request could not be prepared: {error}")))
             return
         writer.write(wire.line(wire.Began(len(job.prompt) - (0 if request.replay else len(request.known)))))
         # An earlier worker died between its last token and its last word.

@@ -53,6 +53,8 @@ class TransformersModel:
         end: Any = engine.module.generation_config.eos_token_id
         self.ends = frozenset(end if isinstance(end, list) else [] if end is None else [end])
         self._tokenizer = engine.tokenizer
+        # Its first call settles options inside it, which must not happen while another thread reads them.
+        self.encode("a")
 
     def encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer(text)["input_ids"]]

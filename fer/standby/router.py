@@ -154,7 +154,7 @@ class Router:
         while True:
             target = await self._target()
             # Known tokens are part of what the next worker is asked; an answer without any is simply begun again.
-            asked = msgspec.structs.replace(request, known=known, replay=self.resume == "retry" and bool(known))
+            asked = msgspec.structs.replace(request, known=[*known], replay=self.resume == "retry" and bool(known))
             try:
                 async with contextlib.aclosing(self._ask(target, asked)) as events:
                     async for event in events:
@@ -169,7 +169,7 @@ class Router:
                             log.warning("an answer came out otherwise at token %d when it was resumed", event.place)
                             continue
                         elif isinstance(event, wire.Piece):
-                            known = [*known, *event.ids]
+                            known += event.ids
                         yield event
                         if isinstance(event, wire.Ended):
                             return
@@ -216,7 +216,6 @@ class Router:
             raise WorkerGone from error
         target.streams += 1
         target.idle.clear()
-        target.heard = max(target.heard, time.monotonic())  # the time without work does not count
         try:
             writer.write(wire.line(request))
             await writer.drain()
@@ -234,11 +233,16 @@ class Router:
             writer.close()
 
     async def _next(self, target: Target, reader: asyncio.StreamReader) -> wire.Event:
-        line = asyncio.ensure_future(reader.readline())
+        line, begun = asyncio.ensure_future(reader.readline()), time.monotonic()
+
+        def patience() -> float:
+            # Others may be served meanwhile: a worker is hung when it says nothing to anybody. And not before we have
+            # listened for so long ourselves: a slow client holds us up, and what was said meanwhile is yet unread.
+            return max(target.heard, begun) + self.limits.stall_s - time.monotonic()
+
         try:
-            while not (await asyncio.wait([line], timeout=self._patience(target)))[0]:
-                # Others may be served meanwhile; a worker is hung when it says nothing to anybody.
-                if self._patience(target) <= 0:
+            while not (await asyncio.wait([line], timeout=max(0.0, patience())))[0]:
+                if patience() <= 0:
                     self._stalled(target)
                     raise WorkerGone
             data = line.result()
@@ -252,9 +256,6 @@ class Router:
             told, self.on_token = self.on_token, None
             told()
         return event
-
-    def _patience(self, target: Target) -> float:
-        return target.heard + self.limits.stall_s - time.monotonic()
 
 
 async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

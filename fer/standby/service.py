@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import shutil
@@ -30,7 +31,7 @@ from fer.standby.process import Command, Spawn, through
 from fer.standby.router import RESUMES, Resume, Router, RouterLimits, Target
 from fer.standby.supervisor import Commands, State, Supervisor, SupervisorLimits
 from fer.weights.keeper import notify
-from fer.weights.keeper.process import apart, born, environment, settings_file
+from fer.weights.keeper.process import apart, born, settings_file
 from fer.weights.keeper.sockets import choose_dir
 
 log = logging.getLogger("fer.standby")
@@ -92,7 +93,9 @@ class Settings:
 
 def worker(settings: Settings) -> Commands:
     """How an engine of these settings is started."""
-    variables = apart({**environment(), **settings_file()})
+    # Nothing is added to PYTHONPATH: a launcher, whose interpreter read it, has to have the same. An engine is started
+    # in our folder and so finds the package where we did.
+    variables = apart({**os.environ, **settings_file()})
     if settings.runtime_dir is not None:
         variables["FER_RUNTIME_DIR"] = str(settings.runtime_dir.absolute())
 
@@ -158,9 +161,11 @@ class Service:
         self._metrics = metrics
         front = Front(self._router, self._name, metrics, body_limit=settings.body_limit)
         self._ending = asyncio.Event()
+        if not _is_loopback(public):
+            log.warning("%s can be reached from outside, and asks nobody who they are", _address(public))
         with self._notified(), self._signals():
             clients, operators = application([*front.routes(), *self._routes()]), application(self._admin_routes())
-            async with _http(clients, public), _http(operators, admin):
+            async with _http((clients, public), (operators, admin)):
                 sys.stdout.write(f"{_address(public)}\n")
                 sys.stdout.flush()
                 log.info("serving %s at %s, admin socket %s", self._name, _address(public), self._folder / ADMIN)
@@ -290,38 +295,50 @@ class Service:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn in a loop that is ours: signals are not its business."""
+    """Uvicorn in a loop that is ours: signals are not its business, and nothing is to be looked for all the time."""
+
+    def __init__(self, app: Starlette) -> None:
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=1,  # answers had their time before
+            backlog=BACKLOG,
+        )
+        super().__init__(config)
+        self.begun, self.ending = asyncio.Event(), asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def main_loop(self) -> None:
+        self.begun.set()
+        await self.ending.wait()
+
 
 @contextlib.asynccontextmanager
-async def _http(app: Starlette, sock: socket.socket) -> AsyncIterator[None]:
-    """Serve an application at a listening socket inside the block."""
-    config = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=1,  # answers had their time before
-        backlog=BACKLOG,
-    )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
+async def _http(*served: tuple[Starlette, socket.socket]) -> AsyncIterator[None]:
+    """Serve applications at listening sockets inside the block."""
+    servers = [(_Server(app), sock) for app, sock in served]
+    tasks = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in servers]
     try:
-        while not server.started:
+        for (server, _), task in zip(servers, tasks, strict=True):
+            begun = asyncio.create_task(server.begun.wait())
+            await asyncio.wait((begun, task), return_when=asyncio.FIRST_COMPLETED)
+            begun.cancel()
             if task.done():
                 task.result()
-            await asyncio.sleep(0)  # it starts in a few turns of the loop
         yield
     finally:
-        server.should_exit = True
-        await task
+        for server, _ in servers:
+            server.ending.set()
+        await asyncio.gather(*tasks)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -365,6 +382,10 @@ def _admin(folder: Path) -> Iterator[socket.socket]:
         (folder / ADMIN).chmod(0o600)
         sock.listen(16)
         yield sock
+
+
+def _is_loopback(sock: socket.socket) -> bool:
+    return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def _address(sock: socket.socket) -> str:

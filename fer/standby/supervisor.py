@@ -163,21 +163,27 @@ class Supervisor:
             EngineDied: a process did not end.
         """
         keeping = [asyncio.create_task(self._keep(member)) for member in self.members]
+        stop = asyncio.create_task(self._stop.wait())
         try:
-            await self._stop.wait()
+            # A member is kept until we stop: one whose task ends before that has met a bug of ours.
+            await asyncio.wait([stop, *keeping], return_when=asyncio.FIRST_COMPLETED)
+            self._stop.set()
             # A process that the kernel does not let go of must not hold us as well.
             limit_s = self._limits.end.term_s + 2 * self._limits.end.kill_s
             _, left = await asyncio.wait(keeping, timeout=limit_s)
         finally:
-            for task in keeping:
+            for task in (stop, *keeping):
                 task.cancel()
-            await asyncio.gather(*keeping, return_exceptions=True)
+            found = await asyncio.gather(*keeping, return_exceptions=True)
         self._phase = "stopped"
         self._tell(self.state)
         if left:
             await self._abandon()
         if self._fatal is not None:
             raise self._fatal
+        for error in found:
+            if isinstance(error, Exception):
+                raise error
 
     def drain(self) -> None:
         """Take no more requests."""

@@ -67,9 +67,9 @@ def run(load: Callable[[], tuple[Model, Report]], path: Path) -> NoReturn:
     supervised = Supervised()
     supervised.say(wire.Begun(time.monotonic_ns()))
     try:
-        model, report = load()
         from fer.standby.answers import Answers, listen
 
+        model, report = load()
         answers = Answers(model)
         sock = listen(path)
     except FerError as error:
@@ -77,12 +77,21 @@ def run(load: Callable[[], tuple[Model, Report]], path: Path) -> NoReturn:
         sys.stderr.write(f"fer: {error}\n")
         sys.stderr.flush()
         os._exit(2 if isinstance(error, UsageError) else 1)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     # The engine stays in the thread that recovered it, which is the main one; the loop takes another.
-    threading.Thread(target=answers.run, args=(sock,), name="answers", daemon=True).start()
+    threading.Thread(target=_end_with, args=(lambda: answers.run(sock),), name="answers", daemon=True).start()
     supervised.say(wire.Ready(time.monotonic_ns(), model.context, model.rows.count, report.to_json()))
+    _end_with(answers.scheduler.run)
+
+
+def _end_with(work: Callable[[], None]) -> NoReturn:
+    """Do one of the two things this process is for; without either it is of no use."""
     status = 0
     try:
-        answers.scheduler.run()
+        work()
     except BaseException:
         traceback.print_exc()
         status = 1

@@ -56,15 +56,15 @@ def test_an_engine_killed_while_idle_is_started_again(start: Start) -> None:
 def test_a_stream_goes_on_where_its_engine_died(start: Start, resume: str) -> None:
     service = start(resume=resume)
     service.until("active")
-    undisturbed = service.stream("once", 300).rest()
-    disturbed = service.stream("once", 300).read(20)
+    undisturbed = service.stream("once", 140).rest()
+    disturbed = service.stream("once", 140).read(20)
     service.kill_worker()
     disturbed.read(30)
     service.until("active")
     disturbed.read(1)
     service.kill_worker()  # and twice in a row
     disturbed.rest()
-    assert disturbed.text == undisturbed.text == expected("once", 300)
+    assert disturbed.text == undisturbed.text == expected("once", 140)
     assert disturbed.reason == undisturbed.reason == "length"
     status = service.status()
     assert status["requests"]["resumed"] == 2 and status["last_outage"]["token"] > 0
@@ -78,7 +78,7 @@ def test_whole_answers_survive_as_well(start: Start) -> None:
     found: dict[str, str] = {}
 
     def ask(prompt: str) -> None:
-        found[prompt] = service.complete(prompt, 200).text
+        found[prompt] = service.complete(prompt, 100).text
 
     prompts = [f"prompt {number}" for number in range(6)]  # more than there are rows
     askers = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
@@ -88,18 +88,18 @@ def test_whole_answers_survive_as_well(start: Start) -> None:
     service.kill_worker()
     for asker in askers:
         asker.join(LIMIT_S)
-    assert found == {prompt: expected(prompt, 200) for prompt in prompts}
+    assert found == {prompt: expected(prompt, 100) for prompt in prompts}
     nothing_is_left(service)
 
 
 def test_with_resume_off_a_begun_answer_ends_with_an_error(start: Start) -> None:
     service = start(resume="fail")
     service.until("active")
-    stream = service.stream("once", 300).read(20)
+    stream = service.stream("once", 140).read(20)
     service.kill_worker()
     stream.rest()
     assert stream.error is not None and stream.error["code"] == "engine_died"
-    assert expected("once", 300).startswith(stream.text)
+    assert expected("once", 140).startswith(stream.text)
     assert "[DONE]" not in stream.lines
     assert service.complete("after", 5).text == expected("after", 5)
 
@@ -166,10 +166,10 @@ def test_a_start_that_takes_too_long_is_ended(start: Start, tmp_path: Path) -> N
 def test_a_standby_takes_over_at_once_and_the_dead_one_stands_by(start: Start) -> None:
     service = start(standbys=1)
     service.until_status("a standby", lambda s: sorted(m["role"] for m in s["members"]) == ["active", "standby"])
-    stream = service.stream("once", 300).read(20)
+    stream = service.stream("once", 140).read(20)
     service.kill_worker()
     stream.rest()
-    assert stream.text == expected("once", 300)
+    assert stream.text == expected("once", 140)
     assert service.status()["last_outage"]["path"] == "standby"
     service.until_status("two again", lambda s: sorted(m["role"] for m in s["members"]) == ["active", "standby"])
     nothing_is_left(service)
@@ -179,10 +179,10 @@ def test_a_planned_switch_fails_no_request(start: Start) -> None:
     service = start(standbys=1)
     service.until_status("a standby", lambda s: sorted(m["role"] for m in s["members"]) == ["active", "standby"])
     before = service.status()
-    stream = service.stream("once", 200).read(10)
+    stream = service.stream("once", 120).read(10)
     reply = service.admin("POST", "/admin/switch")
     assert reply.status == 200 and reply.json["active"] != before["active"]
-    assert stream.rest().text == expected("once", 200)
+    assert stream.rest().text == expected("once", 120)
     after = service.status()
     assert after["pid"] != before["pid"] and after["restarts"] == 0 and after["requests"]["resumed"] == 0
     assert service.ask("/admin/switch", {}).status == 404  # not at the public address
@@ -198,11 +198,11 @@ def test_without_a_standby_there_is_nothing_to_switch_to(start: Start) -> None:
 def test_sigterm_lets_answers_end_and_takes_no_more(start: Start) -> None:
     service = start()
     service.until("active")
-    stream = service.stream("once", 300).read(5)
+    stream = service.stream("once", 140).read(5)
     service.process.terminate()
     service.until("draining")
     assert service.complete("late", 5).status == 503
-    assert stream.rest().text == expected("once", 300)
+    assert stream.rest().text == expected("once", 140)
     assert service.process.wait(LIMIT_S) == 0
     assert not others()
 
