@@ -64,6 +64,8 @@ def capture(
     """
     import torch
 
+    from fer.memory import torch_private
+
     made = Captured(stream=torch.cuda.Stream())
     ordered = sorted(sizes, reverse=True)
     with torch.inference_mode(), frozen() if freeze else nullcontext():
@@ -79,13 +81,17 @@ def capture(
         for size in ordered:
             graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
             try:
-                # What other threads ask of the driver meanwhile is no concern of this capture.
-                with torch.cuda.graph(graph, pool=pool, stream=made.stream, capture_error_mode="thread_local"):
+                # The outer context gives the current stream back, which torch's own does not after a failure. What
+                # other threads ask of the driver meanwhile is no concern of this capture.
+                with (
+                    torch.cuda.stream(made.stream),
+                    torch.cuda.graph(graph, pool=pool, stream=made.stream, capture_error_mode="thread_local"),
+                ):
                     outputs = graphs.step(size)
-            except (
-                RuntimeError
-            ) as error:  # torch's word for all that can go wrong in a capture, lack of memory included
-                made.troubles[size] = str(error).splitlines()[0]
+            except RuntimeError as error:  # torch's word for all that can go wrong, lack of memory included
+                made.troubles[size] = _reason(error)
+                torch_private.end_failed_capture(pool, graph)
+                pool = ranges.pool.renew().id if ranges else torch.cuda.graph_pool_handle()
                 continue
             made.graphs[size], made.outputs[size] = graph, outputs
         made.capture_s = time.perf_counter() - begin
@@ -94,6 +100,13 @@ def capture(
             graph.instantiate()
         made.instantiate_s = time.perf_counter() - begin
     return made
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong first: the end of a failed capture fails too, and hides it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).splitlines() or [repr(error)])[0]
 
 
 @dataclass(frozen=True)

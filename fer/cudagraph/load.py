@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from fer.cudagraph.archive import check_image
-from fer.cudagraph.libcuda import Cuda
+from fer.cudagraph.libcuda import Cuda, address
 from fer.cudagraph.records import FIXED, MAX_DYNAMIC_SHARED, SETTABLE, UNREADABLE, Tables
-from fer.cudagraph.walk import attributes_of, describe
+from fer.cudagraph.walk import describe
 from fer.errors import ArchiveError, FerError, GraphRefused
 
 _PRESERVED: Final = 1
@@ -39,18 +39,18 @@ class Binaries:
         self.troubles: dict[int, str] = {}
         self._libraries: dict[int, int] = {}
         self._keep: list[Any] = []
-        self._checks: dict[int, Future[None]] = {}
+        self._ahead: dict[int, Future[int]] = {}
 
-    def check_ahead(self, functions: Iterable[int]) -> None:
-        """Begin to compare binaries with their digests in threads of their own, those of these functions first."""
-        if not self._verify:
-            return
-        # Hashing leaves Python's lock alone, and the driver loads the first binaries meanwhile.
+    def load_ahead(self, functions: Iterable[int]) -> None:
+        """Begin to check and load binaries in threads of their own, those of these functions first.
+
+        Neither hashing nor the driver's loading needs Python's lock, and they are a third of a restore's work.
+        """
         pool = ThreadPoolExecutor(2, thread_name_prefix="fer-binaries")
         for index in functions:
             image = self._tables.functions[index].image
-            if image >= 0 and image not in self._checks:
-                self._checks[image] = pool.submit(check_image, self._tables.images[image])
+            if image >= 0 and image not in self._ahead:
+                self._ahead[image] = pool.submit(self._load_image, image)
         pool.shutdown(wait=False)
 
     def need(self, functions: Iterable[int]) -> None:
@@ -70,9 +70,13 @@ class Binaries:
 
     def close(self) -> None:
         """Unload everything. No graph that uses any of it may exist any more."""
+        for image, coming in self._ahead.items():
+            if not coming.cancel() and coming.exception() is None:
+                self._libraries.setdefault(image, coming.result())
         for library in self._libraries.values():
             self._cuda.library_unload(library)
         self._libraries.clear()
+        self._ahead.clear()
 
     def _load(self, index: int) -> int:
         function = self._tables.functions[index]
@@ -87,23 +91,22 @@ class Binaries:
     def _prepare(self, index: int, handle: int) -> None:
         """Set what the saving process had set on the function, and see that it is the same function."""
         function = self._tables.functions[index]
-        now = attributes_of(self._cuda, handle)
+        self._cuda.function_load(handle)
+        now = describe(self._cuda, handle, function.image)
+        differing = [i for i in FIXED if now.attributes[i] != function.attributes[i]]
+        if now.layout != function.layout or differing:
+            raise GraphRefused(
+                f"{function.name} is not what it was", why=f"attributes {differing} or parameters differ"
+            )
         for number in SETTABLE:
             wanted = function.attributes[number]
-            if wanted == UNREADABLE or wanted == now[number]:
+            if wanted == UNREADABLE or wanted == now.attributes[number]:
                 continue
-            if number == MAX_DYNAMIC_SHARED and wanted < now[number]:
+            if number == MAX_DYNAMIC_SHARED and wanted < now.attributes[number]:
                 continue  # lowering it would break whoever raised it
             code = self._cuda.set_function_attribute(handle, number, wanted)
             if code and number == MAX_DYNAMIC_SHARED:
                 self._cuda.check("set_function_attribute", code)
-        self._cuda.function_load(handle)
-        fresh = describe(self._cuda, handle, function.image)
-        differing = [i for i in FIXED if fresh.attributes[i] != function.attributes[i]]
-        if fresh.layout != function.layout or differing:
-            raise GraphRefused(
-                f"{function.name} is not what it was", why=f"attributes {differing} or parameters differ"
-            )
 
     def _library(self, image: int) -> int:
         if image < 0:
@@ -114,23 +117,27 @@ class Binaries:
 
     def _open(self, index: int) -> int:
         image = self._tables.images[index]
+        library = self._ahead.pop(index).result() if index in self._ahead else self._load_image(index)
+        try:
+            for name, value in image.globals:
+                self._restore(library, name, value)
+        except BaseException:
+            self._cuda.library_unload(library)
+            raise
+        return library
+
+    def _load_image(self, index: int) -> int:
+        """A binary's ``CUlibrary``, once its bytes are those that were saved. In any thread: it needs no context."""
+        image = self._tables.images[index]
         if image.trouble:
             raise GraphRefused("its binary may not be used", why=image.trouble)
-        if index in self._checks:
-            self._checks[index].result()
-        elif self._verify:
+        if self._verify:
             check_image(image)
         place = _address(image.data, self._keep)
         options = (ctypes.c_int * 1)(_PRESERVED)
         values = (ctypes.c_void_p * 1)(1)
         library = c_uint64()
         self._cuda.call("library_load", byref(library), place, None, None, 0, options, values, 1)
-        try:
-            for name, value in image.globals:
-                self._restore(library.value, name, value)
-        except BaseException:
-            self._cuda.library_unload(library.value)
-            raise
         return library.value
 
     def _restore(self, library: int, name: str, value: bytes) -> None:
@@ -147,4 +154,4 @@ def _address(data: bytes | memoryview, keep: list[Any]) -> int:
     """Where an image's bytes lie; ``keep`` holds them there."""
     array = np.frombuffer(data, "<u1")
     keep.append(array)
-    return int(array.ctypes.data)
+    return address(array)

@@ -32,7 +32,7 @@ class Functions:
         self._images: dict[str, int] = {}
         self._members: dict[int, list[bytes]] = {}
         self._modules: dict[int, int] | None = None
-        self._module_of_image: dict[int, int] = {}
+        self._modules_of_image: dict[int, list[int]] = {}
 
     def __call__(self, func: int, kern: int) -> int:
         key = (func, kern)
@@ -42,9 +42,12 @@ class Functions:
 
     def read_globals(self, owners: Owners, oracle: Oracle) -> None:
         """Compare every used module's variables with its image; record what changed, or why it cannot be kept."""
-        for index, module in self._module_of_image.items():
+        for index, modules in self._modules_of_image.items():
             image = self._tables.images[index]
-            values, trouble = changed_globals(self._cuda, module, image.data, owners, oracle)
+            found = {changed_globals(self._cuda, module, image.data, owners, oracle) for module in modules}
+            # One copy is loaded for all graphs later, so copies that differ cannot be kept apart.
+            differ = ((), "its binary is loaded more than once, and the copies' variables differ")
+            values, trouble = found.pop() if len(found) == 1 else differ
             self._tables.images[index] = Image(image.data, image.digest, values, trouble or image.trouble)
 
     def _describe(self, func: int, kern: int) -> int:
@@ -55,8 +58,8 @@ class Functions:
         data = self._binary(function.name, library, module)
         if data is not None:
             place = self._image(data)
-            if module:
-                self._module_of_image.setdefault(place, module)
+            if module and module not in self._modules_of_image.setdefault(place, []):
+                self._modules_of_image[place].append(module)
             function = type(function)(function.name, place, function.layout, function.attributes)
         self._tables.functions.append(function)
         return len(self._tables.functions) - 1

@@ -104,7 +104,10 @@ def _place(archive: Archive, cuda: Cuda, ranges: Ranges) -> None:
         recorded = archive.facts["ranges"][each.name]
         if recorded["address"] != each.address:
             raise MappingError(f"the range {each.name} lies at {each.address:#x}, was at {recorded['address']:#x}")
-        each.map(recorded["used"], chunk=max(recorded["used"], 1))
+    # Of scratch memory only what libraries still hold: what warm-ups used beside it is nobody's.
+    ranges.scratch.map_parts([(at, size) for name, at, size in archive.facts["owners"] if name.startswith("scratch/")])
+    used = archive.facts["ranges"]["pool"]["used"]
+    ranges.pool.map(used, chunk=max(used, 1))
     for content in archive.scratch:
         data = ctypes.create_string_buffer(content.data, len(content.data))
         cuda.call("to_device", content.address, ctypes.addressof(data), len(content.data))
@@ -230,7 +233,7 @@ class Restorer:
     def _run(self, finisher: ThreadPoolExecutor) -> None:
         tables = self.archive.tables
         names = {graph.name: graph for graph in tables.top()}
-        self._binaries.check_ahead(
+        self._binaries.load_ahead(
             index for name in self._order if name in names for index in tables.functions_of(names[name])
         )
         for name in self._order:

@@ -6,8 +6,6 @@ import ctypes
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -78,66 +76,128 @@ def save(
         ArchiveError: it cannot be written.
         DriverError: the driver could not be read.
     """
-    saved = Saved(path)
-    tables = Tables()
-    functions = Functions(cuda, tables, seen)
-    scratch = blocks_of(ranges.scratch.pool.id, "scratch")
-    owned = [*weights, *tensors(graphs), *scratch]
-    owners = Owners([*owned, Owner("pool", ranges.pool.address, ranges.pool.used)])
-    ask = oracle(cuda)
-    with _timed(saved, "contents"):
-        contents = [_content(cuda, owner) for owner in scratch if owner.size <= SMALL]
-    slab = _slab(graphs, ranges)
-    # The GPU replays the probes while the graphs are walked here; giving it the work is waiting for it, mostly.
-    launcher = ThreadPoolExecutor(1, thread_name_prefix="fer-graph-probes")
-    launched = launcher.submit(_launch, cuda, captured, graphs, ranges, deep=bool(slab))
-    launcher.shutdown(wait=False)
-    with _timed(saved, "walk"):
-        for size in graphs.batch_sizes:
-            if size in captured.graphs:
-                _walk(cuda, captured.graphs[size], name_of(size), tables, functions, saved)
-            else:
-                saved.refused[name_of(size)] = captured.troubles.get(size, "was not captured")
-    with _timed(saved, "audit"):
-        audited = {graph.name: audit(tables, graph, owners, ask, span=ranges.span) for graph in tables.top()}
-        used = _uses(tables, owners, contents)
+    saving = _Saving(path, cuda, seen, captured, graphs, ranges, weights)
+    saved = saving.saved
+    saving.read()
     with _timed(saved, "digests"):
-        native = launched.result()
-        cuda.call("synchronize")  # it used another thread's stream
-        golden, probes = native.digests(), native.contents()
-        if slab:  # as it was: a fresh cache is zeros
-            cuda.call("fill", ranges.kv.address, 0, ranges.kv.mapped)
-            cuda.call("synchronize")
-    with _timed(saved, "globals"):
-        functions.read_globals(owners, ask)
-    for graph in tables.top():
-        refusals = [*audited[graph.name], *module_refusals(tables, graph)]
-        if refusals:
-            saved.refused[graph.name] = summarize(refusals)
-    saved.refused |= dict.fromkeys(native.random - set(saved.refused), "uses random-number state")
-    kept = [graph for graph in tables.top() if graph.name not in saved.refused]
+        golden, probes = saving.native.digests(), saving.native.contents()
+        saving.empty_cache()
+    saving.judge()
+    kept = [graph for graph in saving.tables.top() if graph.name not in saved.refused]
     saved.kept, saved.nodes = [graph.name for graph in kept], sum(len(graph.nodes) for graph in kept)
-    places = {owner.name: number for number, owner in enumerate(owned)}
-    whole = {
-        **facts,
-        "kv": {"bytes": ranges.kv.mapped, "slab": slab or 2 * graphs.largest_kv_bytes() + PATTERN, "deep": bool(slab)},
-        "ranges": {
-            each.name: {"address": each.address, "used": each.used, "mapped": each.mapped} for each in ranges.all
-        },
-        "owners": [(owner.name, owner.address, owner.size) for owner in owned],
-        "uses": {name: sorted({places[each] for each in found if each in places}) for name, found in used.items()},
-        "refused": saved.refused,
-        "weights": layout_digest(graphs.weights()),
-        "outputs": {name_of(size): describe(outputs) for size, outputs in captured.outputs.items()},
-        "golden": {checkpoint: {name: golden.get(name, ("", "")) for name in saved.kept}},
-        "digests": {graph.name: tables.digest(graph) for graph in kept},
-        "created": time.time(),
-    }
+    whole = {**facts, **saving.facts(), "golden": {checkpoint: {name: golden[name] for name in saved.kept}}}
     with _timed(saved, "write"):
         names = tuple(probe_name(name, number) for name in saved.kept for number in NUMBERS)
         useful = [each for each in probes if each.name.startswith(names)]
-        archives.write(path, Archive(only(tables, kept), whole, [*contents, *useful]))
+        archives.write(path, Archive(only(saving.tables, kept), whole, [*saving.contents, *useful]))
     return saved
+
+
+class _Saving:
+    """One save under way.
+
+    Attributes:
+        owned: all memory that a later process has at the same address, but for the pool.
+        contents: scratch buffers as they were before the first probe.
+        slab: bytes of the slab that can stand for the cache, 0 where there are no deep probes.
+        used: the owners that each graph uses, by name.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        cuda: Cuda,
+        seen: Seen,
+        captured: Captured,
+        graphs: DecodeGraphs,
+        ranges: Ranges,
+        weights: Sequence[Owner],
+    ) -> None:
+        self.cuda, self.captured, self.graphs, self.ranges = cuda, captured, graphs, ranges
+        self.saved, self.tables = Saved(path), Tables()
+        self.functions = Functions(cuda, self.tables, seen)
+        scratch = blocks_of(ranges.scratch.pool.id, "scratch")
+        self.owned = [*weights, *tensors(graphs), *scratch]
+        self.owners = Owners([*self.owned, Owner("pool", ranges.pool.address, ranges.pool.used)])
+        self.ask = oracle(cuda)
+        self.contents = [_content(cuda, owner) for owner in scratch if owner.size <= SMALL]
+        self.slab = _slab(graphs, ranges)
+        self.native = _probes(captured, graphs, ranges, deep=bool(self.slab))
+        self.audited: dict[str, list[Refusal]] = {}
+        self.used: dict[str, set[str]] = {}
+
+    def read(self) -> None:
+        """Walk and audit every graph; the GPU replays one that passed while the next one is read."""
+        native = self.native
+        if self.slab:
+            fill_pattern(self.cuda, self.ranges.kv.address, self.ranges.kv.mapped)
+        for size in self.graphs.batch_sizes:
+            name = name_of(size)
+            with _timed(self.saved, "walk"):
+                graph = self._walk(size)
+            if graph is None:
+                continue
+            with _timed(self.saved, "audit"):
+                self.audited[name] = audit(self.tables, graph, self.owners, self.ask, span=self.ranges.span)
+            if not self.audited[name]:
+                native.launch(name, native.numbers[0])
+        for name, refusals in self.audited.items():
+            for number in () if refusals else native.numbers[1:]:
+                native.launch(name, number)
+
+    def empty_cache(self) -> None:
+        """Leave the cache as it was: a fresh one is zeros."""
+        if self.slab:
+            self.cuda.call("fill", self.ranges.kv.address, 0, self.ranges.kv.mapped)
+            self.cuda.call("synchronize")
+
+    def judge(self) -> None:
+        """Which graphs are refused, now that the GPU has nothing to do and the modules' variables can be read."""
+        with _timed(self.saved, "globals"):
+            self.functions.read_globals(self.owners, self.ask)
+            self.used = _uses(self.tables, self.owners, self.contents)
+        refused = self.saved.refused
+        for graph in self.tables.top():
+            refusals = [*self.audited[graph.name], *module_refusals(self.tables, graph)]
+            if refusals:
+                refused[graph.name] = summarize(refusals)
+        refused |= dict.fromkeys(self.native.random - set(refused), "uses random-number state")
+
+    def facts(self) -> dict[str, Any]:
+        """What a later process has to know, beside what the caller knows."""
+        ranges, graphs, saved = self.ranges, self.graphs, self.saved
+        slab = self.slab or 2 * graphs.largest_kv_bytes() + PATTERN
+        places = {owner.name: number for number, owner in enumerate(self.owned)}
+        return {
+            "kv": {"bytes": ranges.kv.mapped, "slab": slab, "deep": bool(self.slab)},
+            "ranges": {
+                each.name: {"address": each.address, "used": each.used, "mapped": each.mapped} for each in ranges.all
+            },
+            "owners": [(owner.name, owner.address, owner.size) for owner in self.owned],
+            "uses": {
+                name: sorted({places[each] for each in found if each in places}) for name, found in self.used.items()
+            },
+            "refused": saved.refused,
+            "weights": layout_digest(graphs.weights()),
+            "outputs": {name_of(size): describe(outputs) for size, outputs in self.captured.outputs.items()},
+            "digests": {g.name: self.tables.digest(g) for g in self.tables.top() if g.name in saved.kept},
+            "created": time.time(),
+        }
+
+    def _walk(self, size: int) -> Graph | None:
+        """The graph of a batch size in the tables; None where it cannot be read, or was not captured."""
+        name, tables, captured = name_of(size), self.tables, self.captured
+        before = len(tables.graphs)
+        if size not in captured.graphs:
+            self.saved.refused[name] = captured.troubles.get(size, "was not captured")
+            return None
+        try:
+            handle = int(captured.graphs[size].raw_cuda_graph())
+            return tables.graphs[walk(self.cuda, handle, name, tables, self.functions)]
+        except FerError as error:
+            del tables.graphs[before:]
+            self.saved.refused[name] = str(error)
+            return None
 
 
 def tensors(graphs: DecodeGraphs) -> list[Owner]:
@@ -196,15 +256,6 @@ def _root(tables: Tables, graph: Graph) -> str:
     return graph.name
 
 
-def _walk(cuda: Cuda, graph: Any, name: str, tables: Tables, functions: Functions, saved: Saved) -> None:
-    before = len(tables.graphs)
-    try:
-        walk(cuda, int(graph.raw_cuda_graph()), name, tables, functions)
-    except FerError as error:
-        del tables.graphs[before:]
-        saved.refused[name] = str(error)
-
-
 def _content(cuda: Cuda, owner: Owner) -> Content:
     data = ctypes.create_string_buffer(owner.size)
     cuda.call("to_host", ctypes.addressof(data), owner.address, owner.size)
@@ -226,8 +277,7 @@ def _slab(graphs: DecodeGraphs, ranges: Ranges) -> int:
     return alias(layers, PATTERN)
 
 
-def _launch(cuda: Cuda, captured: Captured, graphs: DecodeGraphs, ranges: Ranges, *, deep: bool) -> Native:
-    """Give the GPU all probes to do."""
+def _probes(captured: Captured, graphs: DecodeGraphs, ranges: Ranges, *, deep: bool) -> Native:
     kv = ranges.kv
     inputs = {
         name: tensor
@@ -235,19 +285,7 @@ def _launch(cuda: Cuda, captured: Captured, graphs: DecodeGraphs, ranges: Ranges
         if _is_small_input(tensor) and not kv.address <= tensor.data_ptr() < kv.address + kv.mapped
     }
     replays = {name_of(size): (size, graph.replay, captured.outputs[size]) for size, graph in captured.graphs.items()}
-    native = Native(graphs, replays, inputs)
-    with ranges.device.current(), _torch_on(ranges.device.ordinal):
-        if deep:
-            fill_pattern(cuda, kv.address, kv.mapped)
-            native.launch(DEEP)
-        native.launch(SHALLOW)
-    return native
-
-
-def _torch_on(ordinal: int) -> AbstractContextManager[object]:
-    import torch
-
-    return torch.cuda.device(ordinal) if torch.cuda.is_available() else nullcontext()
+    return Native(graphs, replays, inputs, (DEEP, SHALLOW) if deep else (SHALLOW,))
 
 
 def _is_small_input(tensor: torch.Tensor) -> bool:
@@ -255,13 +293,16 @@ def _is_small_input(tensor: torch.Tensor) -> bool:
 
 
 def _uses(tables: Tables, owners: Owners, contents: Sequence[Content]) -> dict[str, set[str]]:
-    """What each graph points into, also by way of the buffers it reads pointers from."""
+    """What each graph points into, also by way of buffers and of its modules' variables that hold pointers."""
     beyond = {
         each.name: owners.touched(np.frombuffer(each.data[: len(each.data) // 8 * 8], "<u8")) for each in contents
     }
     found = {}
     for graph in tables.top():
         names = uses(tables, graph, owners)
+        for image in {tables.functions[index].image for index in tables.functions_of(graph)} - {-1}:
+            for _, value in tables.images[image].globals:
+                names |= owners.touched(np.frombuffer(value[: len(value) // 8 * 8], "<u8"))
         fresh = names
         while fresh:
             fresh = {beyond_it for name in fresh for beyond_it in beyond.get(name, ())} - names

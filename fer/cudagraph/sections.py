@@ -151,7 +151,8 @@ def write(path: Path, sections: Mapping[str, bytes], *, raw: frozenset[str] = fr
     for name, data in sections.items():
         plain = name in raw
         body = data if plain else packer.compress(data)
-        offset = -(-offset // (_PAGE if plain else 64)) * (_PAGE if plain else 64)
+        align = _PAGE if plain and body else 64 if body else 1  # nothing is written for an empty one
+        offset = -(-offset // align) * align
         digest = hashlib.sha256(body).digest()
         directory += _ENTRY.pack(name.encode(), _RAW if plain else _ZSTD, 0, offset, len(body), len(data), digest)
         placed.append((offset, body))

@@ -231,8 +231,8 @@ class CudaGraphStage(Wide):
                 self._prove(start, plan, worth=True)
             return
         try:
-            plan.ranges.scratch.map(graphs.scratch_bytes)
-            plan.ranges.pool.map(graphs.pool_bytes)
+            for each, wanted in ((plan.ranges.scratch, graphs.scratch_bytes), (plan.ranges.pool, graphs.pool_bytes)):
+                each.map(min(wanted, plan.device.room().free // 3))
         except FerError as error:
             plan.close_recorder()
             self._capture_alone(start, f"{plan.why}; not saved: {error}")

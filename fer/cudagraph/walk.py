@@ -260,8 +260,9 @@ def _parameters(found: Array, via: Array, functions: list[int], tables: Tables, 
     whole = {function: tables.functions[function].bytes for function in set(functions)}
     sizes = [whole[function] for function in functions]
     sources = found["pointers"].tolist()
-    for number in np.flatnonzero(via == VIA_BUFFER).tolist():
-        sources[number], sizes[number] = _buffer(int(found["extra"][number]))
+    buffered = np.flatnonzero(via == VIA_BUFFER).tolist()
+    for number, source, size in zip(buffered, *_buffers(found["extra"][buffered].tolist()), strict=True):
+        sources[number], sizes[number] = source, size
     by_pointer = np.flatnonzero((via == VIA_POINTERS) & (np.array(sizes, np.int64) > 0)).tolist()
     apart = _follow(sources, by_pointer, functions, tables)
     packed = np.zeros(sum(sizes), "<u1")
@@ -316,16 +317,23 @@ def _clear_gaps(packed: Array, via: Array, functions: list[int], sizes: list[int
         packed *= np.concatenate(masks)
 
 
-def _buffer(extra: int) -> tuple[int, int]:
-    """Address and size out of a kernel's ``extra``: tagged pairs, in either order."""
-    words = (ctypes.c_uint64 * 5).from_address(extra)
-    pairs = {words[0]: words[1], words[2]: words[3]}
-    if set(pairs) != {BUFFER_POINTER, BUFFER_SIZE}:
-        raise GraphRefused("a kernel's arguments cannot be read", why=f"unknown tags {sorted(pairs)} in extra")
-    size = c_size_t.from_address(pairs[BUFFER_SIZE]).value
-    if size > _MAX_BUFFER:
-        raise GraphRefused("a kernel's arguments cannot be read", why=f"a buffer of {size} bytes")
-    return pairs[BUFFER_POINTER], size
+def _buffers(extras: list[int]) -> tuple[list[int], list[int]]:
+    """Addresses and sizes out of kernels' ``extra``: tagged pairs, in either order."""
+    words, sizes = np.zeros((len(extras), 4), "<u8"), np.zeros(len(extras), "<u8")
+    base = address(words)
+    for number, extra in enumerate(extras):
+        memmove(base + number * 32, extra, 32)
+    swapped = words[:, 0] == BUFFER_SIZE
+    words[swapped] = words[swapped][:, [2, 3, 0, 1]]
+    if len(extras) and not (words[:, [0, 2]] == (BUFFER_POINTER, BUFFER_SIZE)).all():
+        tags = sorted({int(tag) for tag in words[:, [0, 2]].reshape(-1)})
+        raise GraphRefused("a kernel's arguments cannot be read", why=f"unknown tags {tags} in extra")
+    base = address(sizes)
+    for number, place in enumerate(words[:, 3].tolist()):
+        memmove(base + number * 8, place, 8)
+    if len(extras) and int(sizes.max()) > _MAX_BUFFER:
+        raise GraphRefused("a kernel's arguments cannot be read", why=f"a buffer of {int(sizes.max())} bytes")
+    return words[:, 1].tolist(), sizes.tolist()
 
 
 def _merged(table: Array, kernels: Array, packed: Array, blocks: dict[int, bytes]) -> Array:

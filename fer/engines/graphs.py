@@ -60,9 +60,10 @@ class DecodeGraphs(ABC):
     """Whether :meth:`fill` knows the inputs :data:`DEEP` too."""
 
     static_bytes: int = 64 << 20
-    scratch_bytes: int = 1 << 30
-    pool_bytes: int = 2 << 30
-    """Device bytes to have at hand for inputs, libraries' workspaces and what steps make; what is left goes back."""
+    scratch_bytes: int = 16 << 30
+    pool_bytes: int = 16 << 30
+    """Device bytes to have at hand for inputs, for warm-ups with libraries' workspaces, and for what steps make: at most
+    a third of what is free is taken for each of the last two, and what is left of it goes back."""
 
     def pin(self, layout: Mapping[str, Any]) -> bool:
         """Take this size and layout of the cache, recorded earlier, instead of measuring; False where it cannot be."""

@@ -8,7 +8,7 @@ restores graphs maps what was recorded and replays no allocation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -41,7 +41,7 @@ class NamedRange:
     Attributes:
         name: ``kv``, ``static``, ``scratch`` or ``pool``.
         address: first address, the same in every process.
-        mapped: bytes mapped so far, from ``address`` on.
+        mapped: bytes mapped so far, from ``address`` on, without gaps but after :meth:`map_parts`.
     """
 
     name: str
@@ -73,6 +73,12 @@ class NamedRange:
             self._pool = torch.cuda.MemPool(allocator)
         return self._pool
 
+    def renew(self) -> Any:
+        """Another pool over the rest of the range, after a capture into :attr:`pool` failed; the new pool."""
+        _lost.append(self._pool)  # torch ends the process when such a pool is destroyed
+        self._pool = None
+        return self.pool
+
     @contextmanager
     def place(self) -> Iterator[None]:
         """Torch's allocations of this thread on this device come from the range.
@@ -97,9 +103,40 @@ class NamedRange:
             raise MappingError(f"the range {self.name} has {self.size} bytes of addresses, {size} are needed")
         with self.device.current():
             while self.mapped < size:
-                self._add(min(chunk, size - self.mapped), size)
+                self._add(self.address + self.mapped, min(chunk, size - self.mapped), size)
             self.device.synchronize()
         self.allocator.limit = self.address + self.mapped
+
+    def map_parts(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Map only the granules that hold any of these spans (address, bytes); they read as zeros.
+
+        For memory whose inhabitants are known and few: what lay between them when they were recorded is not needed.
+
+        Raises:
+            OutOfMemory: the device has not that much; nothing stays mapped.
+            MappingError: a span lies outside the range, or something is mapped already.
+        """
+        granule, end = arena_granule(self.vmm, self.device), self.address + self.size
+        if self.mapped or any(start < self.address or start + size > end for start, size in parts):
+            raise MappingError(
+                f"spans of the range {self.name} cannot be mapped", why="they lie outside, or it is in use"
+            )
+        joined: list[list[int]] = []
+        for start, size in sorted(parts):
+            low, high = start // granule * granule, -(-(start + size) // granule) * granule
+            if joined and low <= joined[-1][1]:
+                joined[-1][1] = max(joined[-1][1], high)
+            else:
+                joined.append([low, high])
+        total = sum(high - low for low, high in joined)
+        try:
+            with self.device.current():
+                for low, high in joined:
+                    self._add(low, high - low, total)
+                self.device.synchronize()
+        except BaseException:
+            self.close()
+            raise
 
     def trim(self) -> None:
         """Give back the chunks nothing was handed out of."""
@@ -152,8 +189,7 @@ class NamedRange:
         self.mapped = 0
         self.allocator.limit = self.address
 
-    def _add(self, length: int, wanted: int) -> None:
-        where = self.address + self.mapped
+    def _add(self, where: int, length: int, wanted: int) -> None:
         with ExitStack() as undo:
             handle = self._create(length, wanted)
             undo.callback(driver.quietly, "cuMemRelease", handle)
@@ -243,6 +279,7 @@ def arena_granule(vmm: Vmm, device: CudaDevice) -> int:
 
 
 _granules: dict[int, int] = {}
+_lost: list[Any] = []
 
 
 def torch_trouble(environ: dict[str, str]) -> str:

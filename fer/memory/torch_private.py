@@ -196,3 +196,22 @@ def custom_allocator(allocate: int, free: int) -> Any:
         MappingError: this is a CPU build of torch.
     """
     return _need("_C._cuda_customAllocator")(allocate, free)
+
+
+_failed: list[Any] = []
+
+
+def end_failed_capture(pool: tuple[int, int], graph: Any) -> None:
+    """Take torch's device allocator out of a capture that failed, and keep the graph, which it may still ask.
+
+    Where ending a capture fails, torch before 2.12 raises before it tells its allocators (pytorch #180395). From then
+    on the device's one refuses to capture into the same pool and to give its cache back. Nothing reaches the one of
+    pinned memory, which refuses the same pool too: go on with another.
+    """
+    _failed.append(graph)
+    device = torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # later releases have done it
+        return
+    torch._C._cuda_releasePool(device, pool)

@@ -32,12 +32,6 @@ LATE = ("product", "norms", "tuned_late")
 TWICE = ("product", "scaled", "twice")
 TRITON = ("norms", "programmatic", "tiles", "tuned")
 
-FAILED_CAPTURE = pytest.mark.xfail(
-    strict=True,
-    reason="torch before 2.12 leaves its allocators in a capture that failed, and the stream of it current: "
-    "nothing more is captured into that pool",
-)
-
 Row = dict[str, Any]
 
 
@@ -149,7 +143,6 @@ def test_memory_that_moved_or_is_missing_is_named_and_all_is_captured(recorded: 
     assert (row["native"]["troubles"], row["native"]["outputs"]) == ({}, recorded["outputs"])
 
 
-@pytest.mark.xfail(strict=True, reason="what module variables point to is not among what a graph uses")
 def test_memory_that_a_module_variable_points_to_is_watched_too(moved: Row) -> None:
     assert moved["without"] == {"table": "owner missing: tensor/looked_up"}
 
@@ -190,7 +183,6 @@ def test_kernels_that_triton_forgot_replay(restored: dict[str, Row]) -> None:
     assert all(restored["own"]["right"][case] for case in TRITON)
 
 
-@FAILED_CAPTURE
 def test_a_kernel_tuned_in_the_capture_is_named_and_the_others_go_on(late: Row, late_file: Path) -> None:
     assert list(late["troubles"]) == ["tuned_late"], late["troubles"]
     assert late["refused"] == late["troubles"]
@@ -203,12 +195,10 @@ def test_a_kernel_tuned_in_the_capture_is_named_and_the_others_go_on(late: Row, 
     assert row["native"]["allocator"] == ""
 
 
-@FAILED_CAPTURE
 def test_a_failed_capture_leaves_torch_as_it_was(late: Row) -> None:
     assert late["allocator"] == ""
 
 
-@pytest.mark.xfail(strict=True, reason="of several loaded copies of a binary, one's variables are compared and kept")
 def test_two_copies_of_one_binary_do_not_get_each_others_variables(twice: tuple[Row, Row]) -> None:
     """Either both come back as they were, or what uses them is refused."""
     before, after = twice

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fer.cudagraph import sections, store
+from fer.cudagraph import archive as archives
+from fer.cudagraph import sections, state, store
 from tests.support import engine_models as models
+from tests.support.processes import kill_all_with
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -33,59 +39,89 @@ def child(argument: str, **environ: str) -> dict[str, Any]:
     return dict(json.loads(rows[-1]))
 
 
+@dataclass
+class Kept:
+    """A published model with a proven archive, and what its first start answered."""
+
+    folder: Path
+    environ: dict[str, str]
+    first: dict[str, Any]
+
+    def start(self, environ: dict[str, str] | None = None, **asked: Any) -> dict[str, Any]:
+        row = {"folder": str(self.folder), "prompts": PROMPTS, **asked}
+        return child(json.dumps(row), **self.environ, **(environ or {}))
+
+    @property
+    def archive(self) -> Path:
+        (path,) = store.find(Path(self.environ["FER_HOME"]))
+        return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """The first start publishes the weights; what it captures is saved, and proven while it lives."""
+    around = tmp_path_factory.mktemp("graphs")
+    runtime = tempfile.mkdtemp(prefix="fer-graphs-")
+    environ = {"FER_HOME": str(around / "home"), "FER_RUNTIME_DIR": runtime}
+    kept = Kept(models.qwen3(around / "qwen3"), environ, {})
+    try:
+        kept.first = kept.start(proof=True)
+        yield kept
+    finally:
+        kill_all_with("FER_RUNTIME_DIR", runtime)
+        shutil.rmtree(runtime, ignore_errors=True)
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return models.qwen3(tmp_path / "qwen3")
+def kept(saved: Kept, tmp_path: Path) -> Kept:
+    """The same model and keeper, with archives of one's own."""
+    home = tmp_path / "home"
+    shutil.copytree(saved.environ["FER_HOME"], home)
+    return Kept(saved.folder, {**saved.environ, "FER_HOME": str(home)}, saved.first)
 
 
-def start(folder: Path, environ: dict[str, str] | None = None, **asked: Any) -> dict[str, Any]:
-    return child(json.dumps({"folder": str(folder), "prompts": PROMPTS, **asked}), **(environ or {}))
-
-
-def saved(folder: Path) -> dict[str, Any]:
-    """Two starts: the first publishes the weights, and what it captures is saved and proven."""
-    row = start(folder, proof=True)
+def test_graphs_are_saved_and_proven(saved: Kept) -> None:
+    row = saved.first
     assert row["path"] == "loaded", row
-    assert row["details"]["saved"], row
-    assert row["details"]["kept"] == 3, row
+    assert (row["details"]["saved"], row["details"]["kept"]) == (True, 3), row
     assert (row["proof"], row["quarantined"]) == ("proven", {}), row
-    return row
+    assert row["details"]["one_default_gc_s"] > 0
+    assert row["details"]["one_frozen_gc_s"] > 0
 
 
-def test_graphs_come_back_and_decode_the_same_tokens(folder: Path) -> None:
-    first = saved(folder)
-    plain = start(folder, options={"cudagraph": False})
-    for disturbance in ("", "context", "allocations", "modules"):
-        row = start(folder, disturb=disturbance)
-        assert (row["path"], row["details"]["graphs"], row["details"]["captured"]) == ("restored", 3, 0), row
-        assert (row["answers"], row["alone"]) == (first["answers"], first["alone"])
-        assert row["session"] == []
-    assert (plain["answers"], plain["alone"]) == (first["answers"], first["alone"])
-    row = start(folder, options={"verify": "full"})
-    assert (row["path"], row["details"]["graphs"]) == ("restored", 3), row
+@pytest.mark.parametrize("disturbance", ["", "context", "allocations", "modules", "imports"])
+def test_graphs_come_back_and_decode_the_same_tokens(kept: Kept, disturbance: str) -> None:
+    row = kept.start(disturb=disturbance)
+    assert (row["path"], row["details"]["graphs"], row["details"]["captured"]) == ("restored", 3, 0), row
+    assert (row["answers"], row["alone"], row["session"]) == (kept.first["answers"], kept.first["alone"], [])
 
 
-def test_a_taken_base_is_refused_and_serves(folder: Path) -> None:
-    first = saved(folder)
-    row = start(folder, disturb="base")
-    assert (row["path"], row["answers"]) == ("loaded", first["answers"]), row
+def test_all_probes_hold_in_a_complete_check(kept: Kept) -> None:
+    row = kept.start(options={"verify": "full"})
+    assert (row["path"], row["details"]["graphs"], row["answers"]) == ("restored", 3, kept.first["answers"]), row
+
+
+def test_without_graphs_the_tokens_are_the_same(kept: Kept) -> None:
+    row = kept.start(options={"cudagraph": False})
+    assert (row["answers"], row["alone"]) == (kept.first["answers"], kept.first["alone"])
+
+
+def test_a_taken_base_is_refused_and_serves(kept: Kept) -> None:
+    row = kept.start(disturb="base")
+    assert (row["path"], row["answers"]) == ("loaded", kept.first["answers"]), row
     assert "scratch cannot lie" in row["why"]
 
 
-def test_damaged_archives_serve_and_name_the_section(folder: Path) -> None:
-    first = saved(folder)
-    (path,) = store.find()
-    whole = path.read_bytes()
-    for name in ("params", "nodes", "binaries"):
-        entry = sections.Sections(path).entries[name]
-        data = bytearray(whole)
-        for at in range(entry.offset, entry.offset + entry.stored, max(1, entry.stored // 64)):
-            data[at] ^= 1
-        path.write_bytes(data)
-        row = start(folder)
-        assert row["answers"] == first["answers"], (name, row)
-        assert name in row["why"] or "binary" in row["why"], row
-        path.write_bytes(whole)
+@pytest.mark.parametrize("section", ["params", "nodes", "binaries"])
+def test_damaged_archives_serve_and_name_the_section(kept: Kept, section: str) -> None:
+    data = bytearray(kept.archive.read_bytes())
+    entry = sections.Sections(kept.archive).entries[section]
+    for at in range(entry.offset, entry.offset + entry.stored, max(1, entry.stored // 64)):
+        data[at] ^= 1
+    kept.archive.write_bytes(data)
+    row = kept.start()
+    assert row["answers"] == kept.first["answers"], row
+    assert section in row["why"] or "binary" in row["why"], row
 
 
 @pytest.mark.parametrize(
@@ -96,19 +132,49 @@ def test_damaged_archives_serve_and_name_the_section(folder: Path) -> None:
         ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, "CUBLAS_WORKSPACE_CONFIG"),
     ],
 )
-def test_another_environment_is_named_and_serves(folder: Path, environ: dict[str, str], why: str) -> None:
-    first = saved(folder)
-    row = start(folder, environ)
+def test_another_environment_is_named_and_serves(kept: Kept, environ: dict[str, str], why: str) -> None:
+    row = kept.start(environ)
     assert row["path"] == "loaded"
     assert why in row["why"], row
-    assert row["alone"] == first["alone"]
+    assert row["alone"] == kept.first["alone"]
 
 
-def test_other_batch_sizes_are_a_miss_that_names_them(folder: Path) -> None:
-    saved(folder)
-    row = start(folder, batch_sizes=[4, 8])
+def test_other_batch_sizes_are_a_miss_that_names_them(kept: Kept) -> None:
+    row = kept.start(batch_sizes=[4, 8])
     assert row["path"] == "loaded"
     assert "batch_sizes" in row["why"], row
+
+
+def test_without_memory_for_the_pool_the_engine_captures_and_serves(kept: Kept) -> None:
+    archive = archives.read(kept.archive)
+    archive.facts["ranges"]["pool"]["used"] = 1 << 40 >> 3  # 128 GiB, beside weights and cache
+    archives.write(kept.archive, archive)
+    state.save(kept.archive, state.State(archives.facts_of(kept.archive)[1], "proven"))
+    row = kept.start()
+    assert (row["path"], row["answers"]) == ("loaded", kept.first["answers"]), row
+    assert "the range pool needs" in row["why"], row
+
+
+def test_an_unproven_archive_is_proven_again_and_then_used(kept: Kept) -> None:
+    state.beside(kept.archive).unlink()  # the first engine died before its child had ended
+    before = kept.archive.read_bytes()
+    row = kept.start(proof=True)
+    assert (row["path"], row["proof"], row["answers"]) == ("loaded", "proven", kept.first["answers"]), row
+    assert kept.archive.read_bytes() == before
+    assert kept.start()["path"] == "restored"
+
+
+def test_a_wrong_digest_fails_the_proof_of_its_graph_alone(kept: Kept) -> None:
+    archive = archives.read(kept.archive)
+    (golden,) = archive.facts["golden"].values()
+    golden["decode/2"] = ["0" * 64, "0" * 64]
+    archives.write(kept.archive, archive)
+    state.beside(kept.archive).unlink()
+    row = kept.start(proof=True)
+    assert (row["proof"], list(row["quarantined"])) == ("proven", ["decode/2"]), row
+    row = kept.start()
+    assert (row["path"], row["details"]["graphs"], row["details"]["captured"]) == ("restored", 2, 1), row
+    assert row["answers"] == kept.first["answers"]
 
 
 def test_what_cannot_be_kept_is_refused_by_name() -> None:
@@ -123,4 +189,5 @@ def test_what_cannot_be_kept_is_refused_by_name() -> None:
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="recorded on an H200"
 )
 def test_an_archive_of_another_day_replays_bitwise() -> None:
-    assert child("fixture") == {"proven": 2, "wrong": {}}
+    row = child("fixture")
+    assert (row["proven"], row["wrong"], row["died_of"]) == (2, {}, "")

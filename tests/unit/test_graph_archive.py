@@ -15,6 +15,7 @@ from fer.cli.main import app
 from fer.cudagraph import archive as archives
 from fer.cudagraph import compare, sections, state, store
 from fer.cudagraph.probe import NUMBERS, digest_of, hexed, probe_name
+from fer.cudagraph.records import Tables
 from fer.errors import ArchiveError
 
 RECORDED = Path(__file__).parent.parent / "data" / "h200.fergraph"
@@ -60,6 +61,13 @@ def test_recorded_outputs_are_what_plain_torch_makes_of_the_recorded_inputs() ->
                 scale = torch.rsqrt((wide * wide).sum(-1, keepdim=True) / 256 + 1e-6)
                 x = (wide * scale * inputs["weight"].float()).to(torch.bfloat16)
             assert hexed(digest_of({"out": x})) == wanted
+
+
+def test_an_archive_none_of_whose_graphs_is_kept_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "a.fergraph"
+    archives.write(path, archives.Archive(Tables(), {"refused": {"decode/1": "collective kernel"}}))
+    assert archives.read(path).facts == {"refused": {"decode/1": "collective kernel"}}
+    assert store.damage(path) == []
 
 
 def test_any_bit_of_an_output_changes_its_digest() -> None:

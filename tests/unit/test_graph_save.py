@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +32,9 @@ class FakeRange:
 
     def map(self, size: int, chunk: int = 0) -> None:
         self.mapped = max(self.mapped, size)
+
+    def map_parts(self, parts: list[tuple[int, int]]) -> None:
+        self.parts = parts
 
     def close(self) -> None:
         self.mapped = 0
@@ -78,7 +80,6 @@ class World:
         self.ranges: Any = SimpleNamespace(
             kv=FakeRange("kv"), static=FakeRange("static"), scratch=FakeRange("scratch"), pool=pool, span=span
         )
-        self.ranges.device = SimpleNamespace(ordinal=0, current=nullcontext)
         self.ranges.all = (self.ranges.kv, self.ranges.static, self.ranges.scratch, pool)
         monkeypatch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -132,6 +133,7 @@ def test_what_is_saved_is_restored_with_its_outputs(world: World) -> None:
     world.workspace.zero_()
     place(archive, world.fake.cuda, world.ranges)
     assert world.workspace.tolist() == list(range(16))
+    assert world.ranges.scratch.parts == [(world.workspace.data_ptr(), 16)]
     world.fake.layouts["linear"] = FakeFunction("linear", [(0, 8), (8, 8), (16, 8)])
     ready: dict[str, Any] = {}
     restorer = Restorer(archive, world.fake.cuda, ready.__setitem__, order=archive.facts["order"], context=1)

@@ -75,6 +75,29 @@ def test_what_nobody_took_goes_back(fake: FakeDriver, ranges: Ranges) -> None:
     assert pool.allocator.take(62 * MIB) == pool.address + 66 * MIB
 
 
+def test_only_the_granules_of_parts_are_mapped(fake: FakeDriver, ranges: Ranges) -> None:
+    scratch = ranges.scratch
+    base = scratch.address
+    scratch.map_parts([(base + 900 * MIB, 512), (base + 5 * MIB, 4 * MIB), (base + 8 * MIB + 512, 64)])
+    assert fake.cleared == [(base + 4 * MIB, 6 * MIB), (base + 900 * MIB, 2 * MIB)]
+    assert fake.used() == 8 * MIB
+    with pytest.raises(MappingError, match="in use"):
+        scratch.map_parts([(base, 1)])
+    scratch.close()
+    assert fake.used() == 0
+    with pytest.raises(MappingError, match="outside"):
+        scratch.map_parts([(base + scratch.size, 1)])
+    scratch.map_parts([])
+    assert (fake.used(), scratch.mapped) == (0, 0)
+
+
+def test_parts_without_memory_leave_nothing(fake: FakeDriver, ranges: Ranges) -> None:
+    base = ranges.scratch.address
+    with pytest.raises(OutOfMemory, match="range scratch"):
+        ranges.scratch.map_parts([(base, GIB), (base + 2 * GIB, 20 * GIB)])
+    assert (fake.used(), ranges.scratch.mapped) == (0, 0)
+
+
 def test_no_memory_says_which_range_and_keeps_the_rest(fake: FakeDriver, ranges: Ranges) -> None:
     ranges.kv.map(7 * GIB, chunk=GIB)
     with pytest.raises(OutOfMemory, match="range pool") as caught:
