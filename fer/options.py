@@ -32,6 +32,7 @@ OTHER_VARIABLES = {
     "FER_PYTHON": "interpreter the scripts use",
     "FER_EXTRAS": "optional parts the install script installs",
     "FER_TEST_WORKERS": "processes the test script uses",
+    "FER_KERNELS_RECORD": "folder in which the processes of a start record compilations; the kernels' stage sets it",
     "FER_BENCH_OUT": "folder the benchmarks write their results to",
 }
 """``FER_*`` variables that are no setting of a class here, with what they are for."""

@@ -41,7 +41,7 @@ def recover(engine: Engine, options: Options | None = None, **overrides: Any) ->
     start = _start(engine, options, overrides)
     report = start.report
     graphs = stages.cudagraph_stage()
-    _load_weights(start, graphs)
+    before = _load_weights(start, graphs)
     with report.phase("kv"), graphs.placing(start):
         engine.allocate_kv()
     with report.phase("graphs"):
@@ -50,6 +50,7 @@ def recover(engine: Engine, options: Options | None = None, **overrides: Any) ->
     with report.phase("server"):
         engine.first_token()
     report.finish()
+    _finish(start, before)
     return report
 
 
@@ -59,8 +60,9 @@ def preload(engine: Engine, options: Options | None = None, **overrides: Any) ->
     Takes and raises the same as :func:`recover`.
     """
     start = _start(engine, options, overrides)
-    _load_weights(start, None, tokenizer=False)
+    before = _load_weights(start, None, tokenizer=False)
     start.report.finish()
+    _finish(start, before)
     return start.report
 
 
@@ -78,7 +80,8 @@ def _start(engine: Engine, options: Options | None, overrides: dict[str, Any]) -
     return stages.Start(engine=engine, options=options, report=report)
 
 
-def _load_weights(start: stages.Start, graphs: stages.Wide | None, *, tokenizer: bool = True) -> None:
+def _load_weights(start: stages.Start, graphs: stages.Wide | None, *, tokenizer: bool = True) -> list[stages.Stage]:
+    """The phases up to the weights; the stages that ran before them, which have something to finish."""
     engine, report = start.engine, start.report
     weights = stages.weights_stage()
     with report.phase("distributed"):
@@ -90,12 +93,19 @@ def _load_weights(start: stages.Start, graphs: stages.Wide | None, *, tokenizer:
     if tokenizer:
         with report.phase("tokenizer"):
             engine.load_tokenizer()
+    before = stages.before_weights()
     with report.phase("kernels"):
-        _run(start, stages.before_weights())
+        _run(start, before)
     with report.phase("weights"):
         _run(start, [weights])
+    return before
 
 
 def _run(start: stages.Start, todo: list[stages.Stage]) -> None:
     for stage in todo:
         stage.run(start)
+
+
+def _finish(start: stages.Start, done: list[stages.Stage]) -> None:
+    for stage in done:
+        stage.finish(start)

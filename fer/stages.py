@@ -42,6 +42,9 @@ class Stage(ABC):
     def run(self, start: Start) -> None:
         """Do the stage's part of the start and report the path taken."""
 
+    def finish(self, start: Start) -> None:
+        """After the first token: what takes time and nobody waits for. Reports, if the path is known only now."""
+
 
 class Wide(Stage):
     """A stage that begins before the weights and has a hand in where the engine allocates."""
@@ -77,7 +80,9 @@ def weights_stage() -> Stage:
 
 def before_weights() -> list[Stage]:
     """What must be in place before anything compiles or allocates."""
-    return [Absent("kernels"), Absent("distinit")]
+    from fer.kernels.stage import KernelsStage
+
+    return [KernelsStage(), Absent("distinit")]
 
 
 def cudagraph_stage() -> Wide:

@@ -188,9 +188,6 @@ def _now(target: Mapping[str, Any], here: Live) -> dict[str, Any]:
     arch = target.get("arch")
     if isinstance(arch, int) and arch in here.compilers:
         now["compiler"] = here.compilers[arch]
-    if "env" not in now and "env" in target:
-        # Without Triton's live list: at least what the archive names must be the same.
-        now["env"] = {name: os.environ[name] for name in target["env"] if name in os.environ}
     return now
 
 

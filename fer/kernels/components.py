@@ -32,6 +32,10 @@ class Found:
     parts: dict[str, Any] = field(default_factory=dict)
 
 
+Wanted = Callable[[str], bool]
+"""Whether an entry is asked for, by its path; others are not even read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Component:
     """One cache.
@@ -46,7 +50,7 @@ class Component:
 
     name: str
     where: Callable[[Mapping[str, str]], Path | None]
-    complete: Callable[[Path], Iterator[Found]]
+    complete: Callable[[Path, Wanted], Iterator[Found]]
     relocatable: bool
     traps: str = ""
 
@@ -67,11 +71,16 @@ def _home_of_user() -> str:
     return "" if found in ("~", "/") else found
 
 
-def _triton_entries(root: Path) -> Iterator[Found]:
+def _triton_entries(root: Path, wanted: Wanted) -> Iterator[Found]:
     for each in sorted(entry.entries_in(str(root)), key=lambda found: found.name):
-        found = triton_entry(each.path)
+        found = triton_entry(each.path) if wanted(each.name) else None
         if found is not None:
             yield found
+
+
+def triton_helpers(root: Path) -> set[str]:
+    """Entries without kernels: host libraries and results of autotuning, which no listener tells of."""
+    return {each.name for each in entry.entries_in(str(root)) if entry.loose_in(each.path)}
 
 
 def triton_entry(folder: str) -> Found | None:

@@ -310,6 +310,6 @@ def merge_parts(folder: str, metadata: str, parts: Mapping[str, Any]) -> None:
     """Write down in a group's sidecar what its key was made of. Does nothing where it cannot be written."""
     with contextlib.suppress(Odd, OSError):
         sidecar = load_sidecar(folder, metadata)
-        if sidecar is not None and not sidecar.parts:
-            sidecar.parts = dict(parts)
+        if sidecar is not None and not sidecar.parts.items() >= parts.items():
+            sidecar.parts = {**sidecar.parts, **parts}
             write(folder, SIDECAR + metadata, sidecar.to_json())

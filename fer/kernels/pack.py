@@ -103,9 +103,7 @@ def pack(roots: Mapping[str, Path], out: Path, choice: Choice | None = None, *, 
 
 def _drafts(roots: Mapping[str, Path], choice: Choice, left_out: dict[str, str]) -> Iterator[_Draft]:
     for name in sorted(roots):
-        for found in REGISTRY[name].complete(roots[name]):
-            if choice.wanted is not None and not choice.wanted(name, found.path):
-                continue
+        for found in REGISTRY[name].complete(roots[name], _wanted(name, choice)):
             arch = found.parts.get("arch")
             if choice.archs and arch is not None and arch not in choice.archs:
                 left_out[found.path] = f"it is for architecture {arch}"
@@ -115,6 +113,10 @@ def _drafts(roots: Mapping[str, Path], choice: Choice, left_out: dict[str, str])
                 left_out[found.path] = why
             if draft.files:
                 yield draft
+
+
+def _wanted(name: str, choice: Choice) -> Callable[[str], bool]:
+    return lambda path: choice.wanted is None or choice.wanted(name, path)
 
 
 def _read(draft: _Draft, choice: Choice) -> str:

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -61,14 +61,14 @@ class Terms:
 
     Attributes:
         code: what to do with code of the host: refuse the archive, skip such entries, or take them as trusted.
-        here: facts to compare with; None: no comparison.
+        here: facts to compare with, or what finds them out for a manifest; None: no comparison.
         trial: loads a kernel that was compiled for a newer driver; None: such kernels are skipped.
         glance: trust the folders that are there, as a start does, whose lookups verify each anyway.
         dry_run: say what would be done.
     """
 
     code: Code = "refuse"
-    here: Live | None = None
+    here: Live | Callable[[Manifest], Live] | None = None
     trial: Trial | None = compat.load_once
     glance: bool = False
     dry_run: bool = False
@@ -89,14 +89,15 @@ def unpack(archive: Path, roots: Mapping[str, Path], terms: Terms | None = None)
     with Reader(archive) as reader:
         manifest = manifests.read(reader)
         outcome = Outcome(manifest)
-        wanted = _sort_out(manifest, roots, terms, outcome)
+        here = terms.here(manifest) if callable(terms.here) else terms.here
+        wanted = _sort_out(manifest, roots, terms, here, outcome)
         if terms.dry_run:
             outcome.restored = [each.path for each in wanted]
             return outcome
         if wanted:
             try:
                 with _Staging(roots, outcome) as staging:
-                    _restore(reader, manifest, wanted, staging, terms, outcome)
+                    _restore(reader, wanted, staging, terms.trial, here, outcome)
             except OSError as error:
                 raise ArchiveError(
                     f"{archive} cannot be unpacked", why=error.strerror or str(error), section="file"
@@ -126,7 +127,9 @@ def peek(archive: Path) -> tuple[Manifest, str, int]:
 # -- which entries
 
 
-def _sort_out(manifest: Manifest, roots: Mapping[str, Path], terms: Terms, outcome: Outcome) -> list[Entry]:
+def _sort_out(
+    manifest: Manifest, roots: Mapping[str, Path], terms: Terms, here: Live | None, outcome: Outcome
+) -> list[Entry]:
     """Entries to restore. Everything that can be known beforehand is decided here, before anything is written."""
     code = [f"{each.path}: {each.code}" for each in manifest.entries if each.code]
     if code and terms.code == "refuse":
@@ -136,11 +139,11 @@ def _sort_out(manifest: Manifest, roots: Mapping[str, Path], terms: Terms, outco
             fix="With --trust it is taken, with --without-code only what cannot run in this process",
             reasons=code,
         )
-    if terms.here is not None:
-        outcome.notes += compat.soft_changes(manifest, terms.here)
+    if here is not None:
+        outcome.notes += compat.soft_changes(manifest, here)
     wanted = []
     for each in manifest.entries:
-        if why := _why_skip(manifest, each, roots, terms):
+        if why := _why_skip(manifest, each, roots, terms.code, here):
             outcome.skipped[each.path] = why
             continue
         folder = os.path.join(roots[each.component], each.path)
@@ -151,12 +154,12 @@ def _sort_out(manifest: Manifest, roots: Mapping[str, Path], terms: Terms, outco
     return wanted
 
 
-def _why_skip(manifest: Manifest, each: Entry, roots: Mapping[str, Path], terms: Terms) -> str:
+def _why_skip(manifest: Manifest, each: Entry, roots: Mapping[str, Path], code: Code, here: Live | None) -> str:
     if each.component not in roots:
         return f"there is no place for {each.component}"
-    if each.code and terms.code == "skip":
+    if each.code and code == "skip":
         return each.code
-    return compat.why_not(manifest, each, terms.here) if terms.here is not None else ""
+    return compat.why_not(manifest, each, here) if here is not None else ""
 
 
 def _is_sound(folder: str, each: Entry) -> bool:
@@ -187,12 +190,13 @@ def _sidecar(each: Entry, names: Collection[str]) -> Sidecar:
 
 
 def _restore(
-    reader: Reader, manifest: Manifest, wanted: list[Entry], staging: _Staging, terms: Terms, outcome: Outcome
+    reader: Reader, wanted: list[Entry], staging: _Staging, trial: Trial | None, here: Live | None, outcome: Outcome
 ) -> None:
+    manifest = outcome.manifest
     users: dict[str, list[Entry]] = {}
     left = {each.path: len({file.sha256 for file in each.files}) for each in wanted}
     held: dict[str, dict[str, bytes]] = {each.path: {} for each in wanted}
-    doubtful = set(compat.beyond_driver(manifest, terms.here)) if terms.here is not None else set()
+    doubtful = set(compat.beyond_driver(manifest, here)) if here is not None else set()
     for each in wanted:
         for digest in {file.sha256 for file in each.files}:
             users.setdefault(digest, []).append(each)
@@ -207,20 +211,20 @@ def _restore(
             for name, content in files if not each.code else ():
                 if why := trust.code_in(name, content):
                     raise reader.hostile(why)
-            if each.target in doubtful:
+            if here is not None and each.target in doubtful:
                 doubtful.discard(each.target)
-                _try(files, terms, outcome)
+                _try(files, trial, here, outcome)
             staging.place(each, files)
 
 
-def _try(files: list[tuple[str, bytes]], terms: Terms, outcome: Outcome) -> None:
+def _try(files: list[tuple[str, bytes]], trial: Trial | None, here: Live, outcome: Outcome) -> None:
     """The driver is older than the compiler: one kernel is loaded, and speaks for all of its kind."""
     data = next((content for name, content in files if name.endswith(".cubin")), b"")
-    if not data or terms.here is None:
+    if not data:
         return
-    cuda = ".".join(map(str, terms.here.cuda or ()))
+    cuda = ".".join(map(str, here.cuda or ()))
     outcome.notes.append(f"kernels were compiled for a newer CUDA than the driver's {cuda}; one was loaded to see")
-    why = terms.trial(data) if terms.trial is not None else "nothing can be loaded here"
+    why = trial(data) if trial is not None else "nothing can be loaded here"
     if why:
         raise ArchiveError(
             "the driver does not take the archive's kernels",

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import MockTensor
 
 SM90, SM100 = 90, 100
 
@@ -35,6 +36,12 @@ def compile_add(block: int = 256, arch: int = SM90, **options: Any) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
+def warm_up(block: int = 256) -> Any:
+    """The kernel ``add`` as a call would get it, for the GPU that is there or :func:`pretended_gpu`; no launch."""
+    x = MockTensor("float32")  # torch's name of the type, without torch
+    return add.warmup(x, x, x, 1024, BLOCK=block, grid=(1,))
+
+
 @dataclass
 class Counted:
     """Compilations and hits, as Triton itself tells them."""
@@ -44,17 +51,19 @@ class Counted:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Counted]:
-    """Count lookups by Triton's own listener while this lasts."""
+def counted(*, chain: bool = False) -> Iterator[Counted]:
+    """Count lookups by Triton's own listener while this lasts; ``chain``: who listened before hears of them too."""
     found = Counted()
+    before = triton.knobs.compilation.listener
 
-    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+    def listen(*, src: Any, cache_hit: bool, **others: Any) -> None:
         if cache_hit:
             found.hits += 1
         else:
             found.compiled.append(src.name)
+        if chain and before is not None:
+            before(src=src, cache_hit=cache_hit, **others)
 
-    before = triton.knobs.compilation.listener
     triton.knobs.compilation.listener = listen
     try:
         yield found
@@ -85,7 +94,7 @@ class Driver:
 def pretended_gpu(arch: int = SM90) -> Iterator[Driver]:
     """Triton sees this GPU, and nothing it compiled before for another one in memory."""
     driver = triton.runtime.driver
-    before = driver._active if hasattr(driver, "_active") else None
+    before = driver._active  # asking for the property would look for a real one
     made = Driver(arch)
     driver.set_active(made)
     for kernel in (add, scale):
@@ -95,7 +104,4 @@ def pretended_gpu(arch: int = SM90) -> Iterator[Driver]:
     finally:
         for kernel in (add, scale):
             kernel.device_caches.clear()
-        if before is not None:
-            driver.set_active(before)
-        else:
-            driver.reset_active()
+        driver._active = before

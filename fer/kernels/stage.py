@@ -1,0 +1,215 @@
+"""The kernels stage: restore what was compiled once, record what is compiled now, write it back when the engine serves.
+
+One start, step by step::
+
+    run       a folder for the cache that can be used      else its trouble is named and the next one is taken
+              the verifying manager and the record         through Triton's own variables and hooks
+              an archive of this engine and model          restored and verified; then prepared in threads
+    finish    what was found and what was compiled, why    the report
+              new kernels                                  into the archive, by a process of its own
+
+Triton is not imported for any of it. Whatever fails here, the engine compiles as usual and the report says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from fer.errors import FerError
+from fer.kernels import compat, coverage, gpus, hooks, places, store, unpack, warm, writer
+from fer.kernels.manifest import Manifest
+from fer.paths import check_private
+from fer.stages import Stage, Start
+
+log = logging.getLogger("fer")
+_WAIT_S: Final = 60.0
+_TOLD: Final = 3
+"""Reasons told in the stage's line; the record has all."""
+
+
+class KernelsStage(Stage):
+    """Stage two."""
+
+    name = "kernels"
+
+    def __init__(self) -> None:
+        self._home: Path | None = None
+        self._root: Path | None = None
+        self._record: Path | None = None
+        self._manifest: Manifest | None = None
+        self._outcome: unpack.Outcome | None = None
+        self._why: list[str] = []
+        self._manager = ""
+        self._broken = False
+        self._said = False
+
+    def run(self, start: Start) -> None:
+        """Everything that has to happen before the first kernel."""
+        if not start.options.kernels or start.options.mode == "off":
+            self._say(start, "off", "kernels=false" if start.options.mode != "off" else "mode=off")
+        elif not start.engine.device.startswith("cuda"):
+            self._say(start, "absent", "the engine runs on the CPU; nothing is compiled for a GPU")
+        else:
+            try:
+                self._begin(start)
+            except FerError as error:
+                self._why.append(str(error))
+            except Exception as error:  # a bug of ours must not take down an engine
+                self._why.append(f"bug in FER, please report: {type(error).__name__}: {error}")
+                log.exception("the kernels' stage failed before the first kernel")
+
+    def finish(self, start: Start) -> None:
+        """After the first token: what was found, what was compiled and why; and the archive gets what it lacks."""
+        if self._said:
+            return
+        try:
+            records = coverage.read(self._record) if self._record is not None else []
+            summary = coverage.summary(records, self._kept_parts())
+            self._tell(start, summary)
+            if records and not self._manager:
+                self._write_back(start, records)
+        except Exception as error:  # as above: the engine serves already
+            log.exception("the kernels' stage failed after the first token")
+            self._say(start, "loaded", f"bug in FER, please report: {type(error).__name__}: {error}")
+
+    # -- before the first kernel
+
+    def _begin(self, start: Start) -> None:
+        self._home = start.options.home
+        with start.report.step("kernels: look around") as span:
+            place = places.choose(os.environ, home=self._home)
+            self._root = place.path
+            for path, why in place.refused.items():
+                self._why.append(f"{path} is not used: {why}")
+                log.warning("compiled kernels go to %s, not to %s: %s", place.path, path, why)
+            # For children, and for torch's compiler, which would choose a folder of its own.
+            os.environ[places.VARIABLE] = str(place.path)
+            self._manager = hooks.install(home=self._home).manager
+            if self._manager:
+                self._why.append(self._manager)
+            self._record = self._new_record()
+            span.details["cache"] = str(place.path)
+        archive = self._archive(start)
+        if archive is not None and not self._manager:
+            with start.report.step("kernels: restore") as span:
+                self._restore(archive)
+                span.details["restored"] = len(self._outcome.restored) if self._outcome else 0
+        if why := places.lacks_compiler(os.environ, self._root, helpers_fit=self._misfit()):
+            self._why.append(why)
+            log.warning("%s", why)
+
+    def _new_record(self) -> Path | None:
+        """A folder for this start's records, told to children; a start among ranks' children keeps its parent's."""
+        try:
+            made = store.new_start(self._home)
+        except (OSError, FerError) as error:
+            self._why.append(f"compilations are not recorded: {error}")
+            return None
+        os.environ[coverage.VARIABLE] = str(made)
+        return made
+
+    def _archive(self, start: Start) -> Path | None:
+        """The archive for the GPU that is here; None where there is none. Looks for the GPU only if there is one."""
+        found = store.of_prefix(self._home, _prefix(start))
+        if not found:
+            return None
+        seen = gpus.look()
+        archs = [str(arch) for arch in seen.archs] if seen else list(found)
+        return next((found[arch] for arch in archs if arch in found), None)
+
+    def _restore(self, archive: Path) -> None:
+        from filelock import FileLock, Timeout
+
+        assert self._root is not None
+        try:
+            # One rank of a host unpacks, the others wait and find everything in place.
+            with FileLock(f"{archive}.lock", timeout=_WAIT_S, mode=0o600):
+                terms = unpack.Terms(
+                    code="take" if _is_private(archive.parent) else "skip",
+                    here=lambda made: compat.live(ask_triton=False, host=bool(made.host), home=self._home),
+                    glance=True,
+                )
+                self._outcome = unpack.unpack(archive, {"triton": self._root}, terms)
+        except Timeout:
+            self._why.append(f"another process held {archive} for {_WAIT_S:.0f} s")
+            return
+        except FerError as error:
+            self._why.append(str(error))
+            self._broken = True
+            log.warning("kernels are compiled as usual: %s", error)
+            return
+        manifest = self._manifest = self._outcome.manifest
+        usable = {*self._outcome.restored, *self._outcome.kept, *self._outcome.healed}
+        known = (manifest.parts_of(each) for each in manifest.entries if each.path in usable)
+        warm.begin(warm.specializations(known))
+
+    def _misfit(self) -> str:
+        """How the archive's host libraries differ from this installation, where it has some that were skipped."""
+        if self._outcome is None:
+            return ""
+        code = {each.path for each in self._outcome.manifest.entries if each.code}
+        return next((why for path, why in self._outcome.skipped.items() if path in code), "")
+
+    # -- after the first token
+
+    def _kept_parts(self) -> list[dict[str, Any]]:
+        if self._manifest is None:
+            return []
+        return [self._manifest.parts_of(each) for each in self._manifest.entries]
+
+    def _tell(self, start: Start, summary: coverage.Summary) -> None:
+        outcome = self._outcome
+        usable = outcome.usable if outcome else 0
+        why = list(self._why)
+        if outcome and outcome.skipped:
+            why.append(f"{len(outcome.skipped)} not used: {next(iter(outcome.skipped.values()))}")
+        why += [f"{name} compiled: {reason}" for name, reason in summary.missed[:_TOLD]]
+        if not (summary.compiled or summary.hits or why):
+            why.append("no kernel was asked for")
+        self._say(
+            start,
+            "restored" if usable else "loaded",
+            "; ".join(why),
+            kept=usable,
+            restored=len(outcome.restored) if outcome else 0,
+            hits=summary.hits,
+            compiled=summary.compiled,
+            compile_s=round(summary.compile_ms / 1e3, 6),
+            record=str(self._record or ""),
+        )
+
+    def _write_back(self, start: Start, records: list[coverage.Record]) -> None:
+        kept = {each.path for each in self._manifest.entries} if self._manifest is not None else set()
+        keys = {record.key for record in records}
+        if keys <= kept or self._root is None:
+            return
+        arch = next((record.parts["arch"] for record in records if isinstance(record.parts.get("arch"), int)), None)
+        if arch is None:
+            seen = gpus.look()
+            arch = seen.archs[0] if seen and seen.archs else None
+        if arch is None:
+            return
+        out = store.path_for(self._home, _prefix(start), str(arch))
+        writer.begin(writer.Request(str(self._root), str(out), sorted(keys), arch, replace=self._broken))
+
+    def _say(self, start: Start, path: str, why: str, **details: Any) -> None:
+        self._said = True
+        start.report.stage(self.name, path=path, why=why, **details)
+
+
+def _prefix(start: Start) -> str:
+    identity = start.engine.identity()
+    model = os.path.abspath(identity.model) if os.path.exists(identity.model) else identity.model
+    return store.prefix_for(identity.engine, model)
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether nobody else could have put an archive there: then its host libraries are this user's own."""
+    try:
+        check_private(folder)
+    except (FerError, OSError):
+        return False
+    return True

@@ -1,0 +1,117 @@
+"""Writes an archive back after a start, in a process of its own: the engine serves already.
+
+One writer at a time; a second one waits, looks at what the first has written, and adds what is missing. Only complete
+groups go in. A writer that is killed leaves the archive as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fer.errors import FerError
+
+WAIT_S: Final = 300.0
+log = logging.getLogger("fer")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the process is told, as JSON on its standard input.
+
+    Attributes:
+        root: Triton's cache.
+        out: the archive.
+        keys: entries that the start looked up.
+        arch: architecture of the archive's kernels; others are left out.
+        replace: the archive that is there could not be read; nothing of it is kept.
+    """
+
+    root: str
+    out: str
+    keys: list[str]
+    arch: int
+    replace: bool = False
+
+
+def begin(request: Request) -> threading.Thread:
+    """Start the writer. It outlives this process, since what was compiled is worth most after a crash."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "fer.kernels.writer"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+    thread = threading.Thread(target=_attend, args=(child, request), name="fer-kernels-writer", daemon=True)
+    thread.start()
+    return thread
+
+
+def _attend(child: subprocess.Popen[str], request: Request) -> None:
+    """Feed it, wait for it, and log what it says."""
+    out, _ = child.communicate(json.dumps(asdict(request)))
+    try:
+        answer: dict[str, Any] = json.loads(out)
+    except ValueError:
+        answer = {"error": f"it ended with code {child.returncode}"}
+    if "error" in answer:
+        log.warning("compiled kernels were not written back: %s", answer["error"])
+    elif answer["written"]:
+        log.info("kernels written back: %d entries, %d new", answer["entries"], answer["written"])
+
+
+def write(request: Request) -> dict[str, Any]:
+    """Add to the archive what the start looked up and it lacks.
+
+    Returns:
+        ``written``, the number of new entries, and ``entries`` of the archive.
+
+    Raises:
+        FerError: it cannot be written.
+    """
+    from filelock import FileLock
+
+    from fer.kernels import pack, unpack
+    from fer.kernels.components import triton_helpers
+
+    out, root = Path(request.out), Path(request.root)
+    with FileLock(f"{out}.lock", timeout=WAIT_S, mode=0o600):
+        kept: set[str] = set()
+        with contextlib.suppress(FerError):  # one that cannot even be begun is replaced in any case
+            kept = set() if request.replace else {each.path for each in unpack.peek(out)[0].entries}
+        wanted = kept | set(request.keys) | triton_helpers(root)
+        if wanted <= kept:
+            return {"written": 0, "entries": len(kept)}
+        choice = pack.Choice(archs=(request.arch,), wanted=lambda component, path: path in wanted)
+        if not any(
+            each.path not in kept for each in pack.pack({"triton": root}, out, choice, dry_run=True).manifest.entries
+        ):
+            return {"written": 0, "entries": len(kept)}
+        entries = {each.path for each in pack.pack({"triton": root}, out, choice).manifest.entries}
+        return {"written": len(entries - kept), "entries": len(entries)}
+
+
+def main() -> int:
+    """Entry point of the process."""
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    try:
+        answer = write(Request(**json.loads(sys.stdin.read())))
+    except Exception as error:  # the one who waits is told, whatever it is
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    sys.stdout.write(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

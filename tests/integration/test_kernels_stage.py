@@ -1,0 +1,233 @@
+"""The kernels stage over several starts, each a process of its own: compiled once, then found, wherever it lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fer.kernels import coverage, store, unpack
+from fer.kernels.manager import SPEC
+from tests.support import kernel_entries as made
+from tests.support.processes import ROOT, WAIT_S
+
+pytest.importorskip("triton")
+BLOCKS = [128, 256]
+
+Start = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Runs one start; its cache is ``cache`` below the test's folder unless it says otherwise."""
+
+    def run(cache: str = "cache", environ: dict[str, str] | None = None, **request: Any) -> dict[str, Any]:
+        variables = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / cache), **(environ or {})}
+        variables = {name: value for name, value in variables.items() if value}
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.kernels_child", json.dumps(request)],
+            cwd=ROOT,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S * 4,
+        )
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return {**answer, "err": done.stderr}
+
+    return run
+
+
+def test_a_second_start_in_another_place_compiles_nothing(start: Start, tmp_path: Path) -> None:
+    first = start(blocks=BLOCKS)
+    assert (first["hits"], first["compiled"], first["path"]) == (0, 2, "loaded")
+    assert first["details"]["compiled"] == 2
+    assert "no kernel of this function is kept" in first["why"]
+    (archive,) = store.archives()
+    assert archive.name.endswith(".90.ferkernels")
+    assert oct(archive.parent.stat().st_mode)[-3:] == "700"
+
+    second = start("elsewhere", blocks=BLOCKS)
+    assert (second["hits"], second["compiled"], second["path"]) == (2, 0, "restored")
+    assert second["binaries"] == first["binaries"]
+    assert not second["imported"]  # the stage itself needs no Triton
+    assert second["details"] | {"record": ""} == {
+        **dict.fromkeys(("kept", "restored", "hits"), 2),
+        "compiled": 0,
+        "compile_s": 0.0,
+        "record": "",
+    }
+
+    stamp = archive.stat()
+    third = start("elsewhere", blocks=BLOCKS)
+    assert (third["details"]["restored"], third["details"]["kept"], third["hits"]) == (0, 2, 2)
+    assert archive.stat().st_mtime_ns == stamp.st_mtime_ns  # nothing new, nothing written
+
+
+def test_what_is_new_is_added_and_the_reason_is_told(start: Start) -> None:
+    start(blocks=[128])
+    second = start("elsewhere", blocks=BLOCKS)
+    assert (second["hits"], second["compiled"]) == (1, 1)
+    assert "add compiled: constants: " in second["why"]
+    (archive,) = store.archives()
+    assert len(unpack.peek(archive)[0].entries) == 2
+    assert start("third", blocks=BLOCKS)["compiled"] == 0
+
+
+def test_a_start_that_compiles_nothing_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    answer = start()
+    assert (answer["path"], answer["why"]) == ("loaded", "no kernel was asked for")
+    assert not answer["imported"]
+    assert answer["manager"] == SPEC
+    assert not store.archives()
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_off_leaves_the_environment_alone(start: Start, tmp_path: Path) -> None:
+    for options in ({"kernels": False}, {"mode": "off"}):
+        answer = start(options=options)
+        assert (answer["path"], answer["manager"]) == ("off", None)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_users_manager_is_reported_and_nothing_is_restored(start: Start) -> None:
+    start(blocks=[128])
+    mine = {"TRITON_CACHE_MANAGER": "triton.runtime.cache:FileCacheManager"}
+    answer = start("elsewhere", environ=mine, blocks=[128])
+    assert answer["compiled"] == 1
+    assert answer["manager"] == mine["TRITON_CACHE_MANAGER"]
+    assert "is in charge" in answer["why"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "replaced"])
+def test_a_broken_archive_costs_no_more_than_compiling(start: Start, damage: str) -> None:
+    first = start(blocks=[128])
+    (archive,) = store.archives()
+    data = bytearray(archive.read_bytes())
+    if damage == "truncated":
+        del data[len(data) // 2 :]
+    elif damage == "flipped":
+        data[len(data) // 2] ^= 1
+    else:
+        data[:] = b"something else"
+    archive.write_bytes(data)
+    second = start("elsewhere", blocks=[128])
+    assert second["compiled"] == 1
+    assert second["binaries"] == first["binaries"]
+    assert str(archive) in second["why"]
+    assert len(unpack.verify(archive).entries) == 1  # replaced by a sound one
+    assert start("third", blocks=[128])["hits"] == 1
+
+
+def test_an_archive_of_another_triton_is_a_miss_that_says_so(start: Start) -> None:
+    start(blocks=[128])
+    (archive,) = store.archives()
+    made.with_manifest(archive, lambda data: data["targets"][0].update(version="3.5.0"))
+    answer = start("elsewhere", blocks=[128])
+    assert answer["compiled"] == 1
+    assert "Triton's version: 3.5.0 -> " in answer["why"]
+
+
+def test_every_moved_line_is_told(start: Start, tmp_path: Path) -> None:
+    """K17: a blank line above the kernel is another key to Triton."""
+    package = tmp_path / "lib" / "tests" / "support"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "../__init__.py"):
+        (package / name).write_text("")
+    for name in ("kernels.py", "kernels_child.py"):
+        (package / name).write_text((ROOT / "tests" / "support" / name).read_text())
+    code = "import sys, json; sys.path.insert(0, sys.argv[1]); from tests.support import kernels_child as child\n"
+    code += "print(json.dumps(child.main({'blocks': [128]})))"
+
+    def run(cache: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, str(package.parent.parent)],
+            cwd=tmp_path,
+            env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / cache), "PYTHONPATH": os.pathsep.join(sys.path[1:])},
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S * 4,
+        )
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    assert run("a")["compiled"] == 1
+    source = (package / "kernels.py").read_text()
+    (package / "kernels.py").write_text(source.replace("@triton.jit\ndef add", "\n@triton.jit\ndef add"))
+    line = source[: source.index("@triton.jit\ndef add")].count("\n") + 2
+    answer = run("b")
+    assert answer["compiled"] == 1
+    assert f"source/line changed: kernels.py:{line}: line {line - 1} -> line {line}" in answer["why"]
+
+
+def test_a_variable_that_is_part_of_the_key_is_told(start: Start) -> None:
+    start(blocks=[128], environ={"TRITON_DEFAULT_FP_FUSION": "1"})
+    answer = start("elsewhere", blocks=[128], environ={"TRITON_DEFAULT_FP_FUSION": "1", "TRITON_F32_DEFAULT": "ieee"})
+    assert answer["compiled"] == 1
+    assert "TRITON_F32_DEFAULT: unset -> ieee" in answer["why"]
+    zero = start("third", blocks=[128], environ={"TRITON_DEFAULT_FP_FUSION": "1", "DISABLE_PTXAS_OPT": "0"})
+    assert "DISABLE_PTXAS_OPT: unset -> " in zero["why"]
+
+
+def test_kernels_are_prepared_from_what_was_recorded(start: Start) -> None:
+    """Warm: the second start has them in memory before the first call, from the cache."""
+    first = start(blocks=BLOCKS, jit=True)
+    assert first["compiled"] == 2
+    (archive,) = store.archives()
+    manifest = unpack.peek(archive)[0]
+    assert all(each.parts.get("specialization") for each in manifest.entries)
+    second = start("elsewhere", blocks=BLOCKS, jit=True, warm=True)
+    assert (second["hits"], second["compiled"]) == (2, 0)  # by the preparation; the calls asked nobody
+    assert second["binaries"] == first["binaries"]
+
+
+def test_records_survive_the_process(start: Start) -> None:
+    start(blocks=BLOCKS)
+    (folder,) = store.starts()
+    records = coverage.read(folder)
+    assert [(record.name, record.hit) for record in records] == [("add", False)] * 2
+    assert all(record.ms > 0 and record.parts["arch"] == 90 for record in records)
+
+
+def test_two_architectures_have_an_archive_each(start: Start) -> None:
+    start(blocks=[128])
+    start(blocks=[128], arch=100)
+    assert sorted(path.name.split(".")[1] for path in store.archives()) == ["100", "90"]
+    for path in store.archives():
+        manifest = unpack.verify(path)
+        assert {manifest.parts_of(each)["arch"] for each in manifest.entries} == {int(path.name.split(".")[1])}
+
+
+def test_a_killed_writer_leaves_the_archive_as_it_was(start: Start, tmp_path: Path) -> None:
+    start(blocks=[128])
+    (archive,) = store.archives()
+    before = archive.read_bytes()
+    request = {"root": str(tmp_path / "cache"), "out": str(archive), "keys": [], "arch": 90}
+    made.make(tmp_path / "cache", "other")
+    request["keys"] = [made.key_of("other90")]
+    code = (
+        "import os, sys, signal, json; from fer.kernels import container, writer\n"
+        "container._member = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print('begun', flush=True); writer.write(writer.Request(**json.loads(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(request)], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert (done.returncode, done.stdout) == (-9, "begun\n")
+    assert archive.read_bytes() == before
+    assert start("cache", blocks=[256])["compiled"] == 1  # the next writer is not in the way of the dead one's lock
+    assert len(unpack.verify(archive).entries) >= 2
+
+
+def test_a_closed_home_stops_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    answer = start(blocks=[128], environ={"FER_HOME": str(tmp_path / "file")})
+    assert answer["compiled"] == 1
+    assert "not recorded" in answer["why"]
