@@ -81,12 +81,14 @@ class Child:
         known = processes.exit_status(self.pidfd.fileno(), self.pid)
         if known is not None:
             return known
-        with contextlib.suppress(OSError, FerError):
-            self._source.settimeout(END_S)
-            payload, fds, _ = fdpass.receive(self._source, wire.LIMIT)
-            fdpass.close_all(fds)
-            if payload and isinstance(answer := wire.unpack_answer(payload), wire.Ended):
-                return answer.status
+        self._source.settimeout(END_S)
+        # An engine killed before it read our last word resets the connection: that is told first, and then the answer.
+        for _ in range(2):
+            with contextlib.suppress(OSError, FerError):
+                payload, fds, _ = fdpass.receive(self._source, wire.LIMIT)
+                fdpass.close_all(fds)
+                if payload and isinstance(answer := wire.unpack_answer(payload), wire.Ended):
+                    return answer.status
         return UNKNOWN
 
     def send_signal(self, number: int) -> None:

@@ -37,7 +37,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.by: dict[str, str] = {}
-        self._copied: tuple[int, int] | None = None
+        self._begun: tuple[int, int] | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -46,14 +46,16 @@ class Reads:
         getitem, iterate = kind.__getitem__, kind.__iter__
 
         def read(environ: Any, name: str) -> Any:
-            caller = _caller(sys._getframe(1))
-            if caller is not None and (id(caller), caller.f_lasti) != self._copied:
+            frame = sys._getframe(1)
+            caller = _behind(frame)
+            # Views over everything ask for each name in turn, and so does dict(), from the place that has just begun.
+            every = frame.f_code.co_name == "__iter__" or _place(caller) == self._begun
+            if caller is not None and not every:
                 self.by.setdefault(name, str(caller.f_globals.get("__name__")))
             return getitem(environ, name)
 
         def begin(environ: Any) -> Any:
-            caller = _caller(sys._getframe(1))
-            self._copied = None if caller is None else (id(caller), caller.f_lasti)
+            self._begun = _place(_behind(sys._getframe(1)))
             return iterate(environ)
 
         kind.__getitem__, kind.__iter__ = read, begin
@@ -77,10 +79,12 @@ class Reads:
         return {name: by for name in sorted(changed) if (by := self.reader(name))}
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
-    """The frame that asked, behind those of the mapping itself; None inside an iteration over everything."""
+def _behind(frame: FrameType | None) -> FrameType | None:
+    """The frame that asked, behind those of the mapping itself."""
     while frame is not None and frame.f_globals.get("__name__") in _PASSED_THROUGH:
-        if frame.f_code.co_name == "__iter__":
-            return None
         frame = frame.f_back
     return frame
+
+
+def _place(frame: FrameType | None) -> tuple[int, int] | None:
+    return None if frame is None else (id(frame), frame.f_lasti)
