@@ -25,7 +25,7 @@
     │   └── SlabLost                   a descriptor no longer imports
     ├── IntegrityError             kept bytes or structure differ from what was published
     │   ├── StructureDiffers           the bytes are right, but this engine builds another module
-    │   └── ArchiveError               an archive of graphs or kernels is damaged or cannot be written; says which section
+    │   └── ArchiveError               an archive of graphs or kernels is damaged or cannot be written
     ├── PeerRankFailed             another rank of this launch failed, and this one must not go on without it
     ├── RequestError               a client's request cannot be answered; has HTTP's status
     ├── EngineDied                 an engine that is supervised ended, or could not be ended

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fer import __version__
-from fer.cli import demo, doctor, graphs, keeper, launcher, run, serve, weights
+from fer.cli import demo, doctor, graphs, keeper, kernels, launcher, run, serve, weights
 from fer.cli.exit_codes import TABLE
 from fer.cli.output import StdoutLost, print_error, watch_stdout
 from fer.errors import FerError, UsageError
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.add_typer(keeper.app, name="keeper")
 app.add_typer(graphs.app, name="graphs")
+app.add_typer(kernels.app, name="kernels")
 app.command("load")(weights.load)
 app.command("status")(weights.status)
 app.command("explain")(weights.explain)
