@@ -25,8 +25,12 @@ def binary(content: bytes = b"code", machine: int = elf.CUDA) -> bytes:
     )
 
 
+def digest_of(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
 def key_of(name: str) -> str:
-    return entry.folder_of(hashlib.sha256(name.encode()).hexdigest())
+    return entry.folder_of(digest_of(name))
 
 
 def make(root: Path, name: str, *, arch: int = 90, sidecar: bool = True, **changed: Any) -> Path:
