@@ -16,8 +16,8 @@ ROLES: tuple[Role, ...] = ("starting", "standby", "active", "draining", "backoff
 FREE_RESTARTS = 2
 """Deaths in a row that are answered at once."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
-STABLE_S = 60.0
-"""Seconds an engine has to be ready for before its death counts as the first again."""
+STABLE_S = 10.0
+"""Seconds for which an engine has to be ready, or else to answer something, for its death to count as the first."""
 
 
 def delay_s(failures: int) -> float:
@@ -33,7 +33,7 @@ class Member:
     Attributes:
         role: what its engine is just now; ``since`` on the clock of :func:`time.monotonic`.
         starts: engines that were started here; ``restarts``: those after the first.
-        failures: deaths in a row, each within :data:`STABLE_S` of becoming ready.
+        failures: deaths in a row of engines that were of no use before.
         last_error: of the last death, in one line; ``tail``: the last lines of that engine's output.
         blame: why the supervisor itself ended the engine, ``""`` where it did not.
     """

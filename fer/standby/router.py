@@ -37,6 +37,7 @@ class Target:
 
     Attributes:
         heard: when it last said anything, seconds of :func:`time.monotonic`.
+        answered: whether it has made a token for anybody.
         streams: requests it has now.
         idle: set while it has none.
     """
@@ -44,6 +45,7 @@ class Target:
     name: str
     path: Path
     heard: float = field(default_factory=time.monotonic)
+    answered: bool = False
     streams: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -252,6 +254,7 @@ class Router:
             raise WorkerGone
         target.heard = time.monotonic()
         event = wire.event(data)
+        target.answered = target.answered or isinstance(event, wire.Piece)
         if self.on_token is not None and isinstance(event, wire.Piece):
             told, self.on_token = self.on_token, None
             told()

@@ -235,10 +235,10 @@ class Supervisor:
 
     async def _keep(self, member: Member) -> None:
         while not self._stop.is_set():
-            lived_s = await self._live(member)
+            worked = await self._live(member)
             if self._stop.is_set():
                 break
-            member.failures = 1 if lived_s >= STABLE_S else member.failures + 1
+            member.failures = 1 if worked else member.failures + 1
             delay = delay_s(member.failures)
             if delay:
                 member.become("backoff")
@@ -255,8 +255,8 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._token.wait(), TOKEN_S)
 
-    async def _live(self, member: Member) -> float:
-        """One engine from its start to its end; the seconds it was ready."""
+    async def _live(self, member: Member) -> bool:
+        """One engine from its start to its end; whether it was of use: it answered, or was ready for a while."""
         member.become("starting")
         member.blame, member.ready = "", None
         member.starts += 1
@@ -264,18 +264,19 @@ class Supervisor:
         path = self._folder / f"{member.name}-{member.starts}.sock"
         group = member.group = RankGroup(self._commands(path), self._spawn, self._limits.end)
         self._tell(self.state)
-        ready_at = 0.0
+        ready_at, target = 0.0, None
         died: Process | None = None
         try:
             try:
                 await group.start()
             except (OSError, FerError) as error:
                 self._failed(member, str(error))
-                return 0.0
+                return False
             first = group.processes[0]
             log.info("%s: process %s started, via=%s: %s", member.name, _pids(group), first.how, first.why_so)
             died = await self._start(member, group, path)
-            if member.target is not None:
+            target = member.target
+            if target is not None:
                 ready_at = time.monotonic()
                 died = await self._until_stop(group.death())
         finally:
@@ -288,7 +289,7 @@ class Supervisor:
                 if died is not None:
                     await self._explain(member, died)
             path.unlink(missing_ok=True)
-        return lived_s
+        return lived_s >= STABLE_S or (target is not None and target.answered)
 
     async def _start(self, member: Member, group: RankGroup, path: Path) -> Process | None:
         """Wait until the engine is ready and let it stand by; the process that ended instead, if one did."""

@@ -280,3 +280,14 @@ def test_many_deaths_leave_nothing_behind(start: Start) -> None:
     os.kill(service.process.pid, signal.SIGINT)
     assert service.process.wait(LIMIT_S) == 0
     assert not others()
+
+
+def test_engines_that_answered_are_started_again_at_once_however_often_they_die(start: Start) -> None:
+    service = start(first_delay_s=60.0)
+    service.until("active")
+    for _ in range(5):
+        assert service.complete("hello", 3).text == expected("hello", 3)
+        service.kill_worker()
+    assert service.complete("hello", 3).text == expected("hello", 3)
+    status = service.status()
+    assert status["restarts"] == 5 and status["members"][0]["failures"] == 1
