@@ -80,7 +80,7 @@ def _run(given: argparse.Namespace) -> Chosen | Replace | None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     begin = time.monotonic()
-    reads, imports = Reads(), Imports()
+    before, reads, imports = dict(os.environ), Reads(), Imports()
     with reads.watched():
         imports.modules(given.modules)
         for model in given.folders:
@@ -90,6 +90,7 @@ def _run(given: argparse.Namespace) -> Chosen | Replace | None:
         folder,
         name,
         lock,
+        before=before,
         reads=reads,
         imported=imports.done,
         spoiled=spoiled,
@@ -162,7 +163,7 @@ def _replace(given: argparse.Namespace, server: Server, outcome: Replace) -> Non
         command.append(f"--engine={pid}:{engine.sock.fileno()}:{engine.since}:{engine.command}")
         engine.sock.set_inheritable(True)
     os.set_inheritable(int(command[command.index("--lock") + 1]), True)
-    environment = dict(os.environ)
+    environment = dict(server.before)
     for name, value in outcome.variables.items():
         environment.pop(name, None)
         if value is not None:

@@ -14,8 +14,15 @@ from fer.standby import launcher_fit as fit
 
 log = logging.getLogger("fer.launcher")
 
-DEFAULT = ("torch", "transformers", "fer.orchestrator", "fer.weights.stage", "fer.engines.transformers")
-"""Where nothing else is asked for; what is not installed is left out."""
+DEFAULT = (
+    "torch",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "fer.orchestrator",
+    "fer.weights.stage",
+    "fer.engines.transformers",
+)
+"""Where nothing else is asked for; what is not installed is left out. One model, for what all of them share."""
 _LAZY = ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM", "StaticCache")
 """Names that Transformers imports when they are asked for."""
 

@@ -89,6 +89,7 @@ class Server:
 
     Args:
         lock: proves that this is the only launcher of its name.
+        before: the environment before anything was imported. What imports set in it since, engines get as well.
         spoiled: why it cannot fork, ``""`` if it can.
         engines: those of the template before this one, in the same process.
     """
@@ -99,6 +100,7 @@ class Server:
         name: str,
         lock: Fd,
         *,
+        before: Mapping[str, str],
         reads: Reads,
         imported: Sequence[str],
         spoiled: str,
@@ -107,7 +109,7 @@ class Server:
         fresh_why: str,
     ) -> None:
         self.folder, self.name, self.lock, self.reads, self.spoiled = folder, name, lock, reads, spoiled
-        self.engines = engines
+        self.engines, self.before = engines, dict(before)
         self._signals = SignalFd({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
         self._listener = place.listen(folder, name)
         self._files = Files(warm.files())
@@ -258,7 +260,7 @@ class Server:
 
     def _agree(self, environment: dict[str, str]) -> None:
         """Refuse other values of variables that imports have read; replaced when the same are wanted twice in a row."""
-        read = self.reads.differences(os.environ, environment)
+        read = self.reads.differences(self.before, environment)
         if not read:
             self._wanted = {}
             return
@@ -321,7 +323,7 @@ class Server:
             become(
                 wanted.program,
                 wanted.request.handed,
-                wanted.environment,
+                self._with_imports(wanted.environment),
                 held=held,
                 folder=folder,
                 asker=wanted.request.pid,
@@ -337,6 +339,12 @@ class Server:
             os._exit(1)
         sock.close()
         return chosen
+
+    def _with_imports(self, environment: dict[str, str]) -> dict[str, str]:
+        """A requester's environment as the imports would have left it: some set variables, such as places of caches."""
+        now = dict(os.environ)
+        set_ = {name: value for name, value in now.items() if self.before.get(name) != value}
+        return {name: value for name, value in environment.items() if name in now or name not in self.before} | set_
 
     def _leave(self) -> None:
         """Close what is the template's."""

@@ -150,6 +150,20 @@ def test_another_value_of_a_variable_that_was_read_means_plain_and_then_a_fresh_
     assert out == "sweet sweet None" and "forked" in err
 
 
+def test_variables_that_imports_set_are_set_in_engines(
+    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REMOVED", "1")
+    importable(
+        tmp_path, monkeypatch, sets="import os\nos.environ.setdefault('PLACE', 'here')\ndel os.environ['REMOVED']"
+    )
+    Launcher(children, imports=("sets",))
+    path = script(tmp_path, "import os, sets\nprint(os.environ['PLACE'], 'REMOVED' in os.environ)")
+    for way in ("auto", "off"):
+        code, out, err = finish(fer_run(children, sys.executable, path, options=("--launcher", way)))
+        assert (code, out) == (0, "here False\n") and ("forked" in err) == (way == "auto"), err
+
+
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONHASHSEED", "LC_ALL", "LD_LIBRARY_PATH"])
 def test_variables_of_native_libraries_must_agree(children: Children, tmp_path: Path, name: str) -> None:
     Launcher(children)
