@@ -53,7 +53,7 @@ def pack(
 
         choice = packing.Choice(archs=tuple(arch or ()), binary_only=binary_only, code=not without_code)
         target = remote.Source.of(out)
-        path = store.folder(home) / f"{packing.SUFFIX}.{os.getpid()}" if target.is_url else Path(out).expanduser()
+        path = store.folder(home) / f"{store.SUFFIX}.{os.getpid()}" if target.is_url else Path(out).expanduser()
         packed = packing.pack(_roots(cache, component), path, choice, dry_run=dry_run)
         length = path.stat().st_size if path.is_file() and not dry_run else 0
         if target.is_url and not dry_run:

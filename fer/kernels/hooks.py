@@ -16,8 +16,6 @@ record of compilations                    ``knobs.compilation.listener``,       
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -27,10 +25,13 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fer.kernels import coverage, tritonkey
 from fer.kernels.manager import SPEC
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 VARIABLE = "TRITON_CACHE_MANAGER"
 log = logging.getLogger("fer")
@@ -127,8 +128,8 @@ def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
     sys.meta_path.insert(0, _Waiting(name, then))
 
 
-class _Waiting(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it lets the others find the module and wraps what will execute it."""
+class _Waiting:
+    """A finder that finds nothing itself: it lets the others find the module and wraps what will execute it."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
         self.name, self.then = name, then
@@ -136,7 +137,7 @@ class _Waiting(importlib.abc.MetaPathFinder):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if fullname != self.name or getattr(self._asking, "now", False):
             return None
         self._asking.now = True
@@ -145,11 +146,11 @@ class _Waiting(importlib.abc.MetaPathFinder):
         finally:
             self._asking.now = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self)
+            spec.loader = _Then(spec.loader, self)  # type: ignore[assignment]  # a loader by its methods
         return spec
 
 
-class _Then(importlib.abc.Loader):
+class _Then:
     """Executes a module by its own loader, and then what waits for it."""
 
     def __init__(self, loader: Any, waiting: _Waiting) -> None:
@@ -158,7 +159,7 @@ class _Then(importlib.abc.Loader):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         made: ModuleType | None = self._loader.create_module(spec)
         return made
 

@@ -17,7 +17,6 @@ from fer.kernels.components import REGISTRY, Found
 from fer.kernels.entry import Odd, Stored
 from fer.kernels.manifest import TARGET, Entry, File, Manifest
 
-SUFFIX: Final = ".ferkernels"
 _TRIES: Final = 3
 _KEPT: Final = ("json", "cubin", "hsaco")
 """What a launch needs of a group; the rest is for people."""

@@ -21,7 +21,6 @@ from typing import Any, Final
 from fer.errors import ArchiveError, OptionError, WaitTimeout
 from fer.kernels import store
 from fer.kernels.container import MAX_TOTAL
-from fer.kernels.pack import SUFFIX
 from fer.paths import ensure_private
 
 TIMEOUT_S: Final = 60.0
@@ -67,7 +66,7 @@ def fetch(source: Source, *, home: Path | None = None, timeout_s: float = TIMEOU
     folder = store.folder(home) / "fetched"
     ensure_private(store.folder(home))
     ensure_private(folder)
-    kept = folder / f"{source.digest or hashlib.sha256(source.place.encode()).hexdigest()}{SUFFIX}"
+    kept = folder / f"{source.digest or hashlib.sha256(source.place.encode()).hexdigest()}{store.SUFFIX}"
     if source.digest and kept.is_file():
         with contextlib.suppress(ArchiveError):
             _check(kept, source)

@@ -16,13 +16,16 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fer.errors import FerError
-from fer.kernels import compat, coverage, gpus, hooks, places, store, unpack, warm, writer
-from fer.kernels.manifest import Manifest
+from fer.kernels import coverage, gpus, hooks, places, store
 from fer.paths import check_private
 from fer.stages import Stage, Start
+
+if TYPE_CHECKING:
+    from fer.kernels.manifest import Manifest
+    from fer.kernels.unpack import Outcome
 
 log = logging.getLogger("fer")
 _WAIT_S: Final = 60.0
@@ -40,7 +43,7 @@ class KernelsStage(Stage):
         self._root: Path | None = None
         self._record: Path | None = None
         self._manifest: Manifest | None = None
-        self._outcome: unpack.Outcome | None = None
+        self._outcome: Outcome | None = None
         self._why: list[str] = []
         self._manager = ""
         self._broken = False
@@ -121,7 +124,10 @@ class KernelsStage(Stage):
         return next((found[arch] for arch in archs if arch in found), None)
 
     def _restore(self, archive: Path) -> None:
+        # Here and not above: a start without an archive pays for nothing.
         from filelock import FileLock, Timeout
+
+        from fer.kernels import compat, unpack, warm
 
         assert self._root is not None
         try:
@@ -182,6 +188,8 @@ class KernelsStage(Stage):
         )
 
     def _write_back(self, start: Start, records: list[coverage.Record]) -> None:
+        from fer.kernels import writer
+
         kept = {each.path for each in self._manifest.entries} if self._manifest is not None else set()
         keys = {record.key for record in records}
         if keys <= kept or self._root is None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Final
 
 from fer.errors import FerError
-from fer.kernels import coverage, entry, unpack
-from fer.kernels.pack import SUFFIX
+from fer.kernels import coverage, entry
 from fer.paths import home as default_home
 
+SUFFIX: Final = ".ferkernels"
 KEPT_STARTS: Final = 8
 _SETTLED_S: Final = 3600.0
 """An entry that changed within this time may be under way, and is never removed."""
@@ -103,6 +103,8 @@ class Rules:
 
 def prune_cache(root: Path, rules: Rules, *, home: Path | None = None) -> list[Removed]:
     """Remove entries from Triton's cache. Never one that is being written, or that one of the last starts looked up."""
+    from fer.kernels import unpack
+
     used = {record.key for start in starts(home) for record in coverage.read(start)}
     found: list[tuple[float, int, Path | None]] = []
     gone: list[Removed] = []
@@ -134,6 +136,8 @@ def prune_cache(root: Path, rules: Rules, *, home: Path | None = None) -> list[R
 
 def prune_archives(home: Path | None = None, *, everything: bool = False, dry_run: bool = False) -> list[Removed]:
     """Remove archives that cannot be read, or all; and what killed writers left, once it is an hour old."""
+    from fer.kernels import unpack
+
     gone = []
     for path in archives(home):
         why = "all are to go" if everything else ""
