@@ -15,17 +15,22 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fer.memory import fdpass
 from fer.memory.fd import Fd
 from fer.standby import inheritance, tie
 from fer.standby.launcher_command import Program
 from fer.standby.launcher_wire import Handed
 
 _ABOVE = 600
-"""Received descriptors are moved up here before the numbers that the program knows them by are filled."""
+"""What was received is moved up here, out of the way of the numbers that the program knows its descriptors by."""
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _STAT_FIELDS = {"start_code": 23, "end_code": 24, "start_stack": 25, "start_data": 42, "end_data": 43, "start_brk": 44}
 """Places in ``/proc/self/stat``, counted behind the name."""
+
+
+def above(fd: Fd) -> Fd:
+    """The same descriptor under a number that no program asks for."""
+    with fd:
+        return Fd(fcntl.fcntl(fd.fileno(), fcntl.F_DUPFD_CLOEXEC, _ABOVE))
 
 
 def streams(received: Sequence[Fd], numbers: Sequence[int]) -> list[int]:
@@ -37,8 +42,7 @@ def streams(received: Sequence[Fd], numbers: Sequence[int]) -> list[int]:
     Raises:
         OSError: a number is taken by a library of the template.
     """
-    high = [fcntl.fcntl(fd.fileno(), fcntl.F_DUPFD_CLOEXEC, _ABOVE) for fd in received]
-    fdpass.close_all(received)
+    high = [above(fd) for fd in received]
     targets = [0, 1, 2, *numbers]
     for number in numbers:
         try:
@@ -47,8 +51,8 @@ def streams(received: Sequence[Fd], numbers: Sequence[int]) -> list[int]:
             continue
         raise OSError(f"its descriptor {number} has the number of one that the template has open")
     for source, number in zip(high, targets, strict=True):
-        os.dup2(source, number)
-        os.close(source)
+        os.dup2(source.fileno(), number)
+        source.close()
     return targets
 
 

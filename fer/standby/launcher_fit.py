@@ -26,6 +26,7 @@ CONTEXT_S = 10.0
 """The same for a CUDA context, which a driver that was not in use has to wake the GPU for."""
 STEP_S = 60.0
 """Seconds a step may take at all."""
+_NAMED = 4
 DEVICES = re.compile(r"/dev/(nvidia(?!-caps)|nvidiactl|nvidia-uvm)")
 """What a process that has asked CUDA anything has open."""
 
@@ -71,9 +72,14 @@ def faults() -> str:
     """What stands in the way of a fork, ``""`` for nothing."""
     wrong = devices()
     if wrong:
-        return f"it has a GPU open: {', '.join(wrong)}"
+        return f"it has a GPU open: {_some(wrong)}"
     running = threads()
-    return f"it has threads: {', '.join(running)}" if running else ""
+    return f"it has threads: {_some(running)}" if running else ""
+
+
+def _some(named: list[str]) -> str:
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    return ", ".join(named[:_NAMED]) + more
 
 
 def settle() -> None:

@@ -28,7 +28,7 @@ from fer.standby import inheritance
 from fer.standby import launcher_fit as fit
 from fer.standby import launcher_place as place
 from fer.standby import launcher_wire as wire
-from fer.standby.launcher_become import become, streams
+from fer.standby.launcher_become import above, become, streams
 from fer.standby.launcher_command import Program, Unfit, program_of
 from fer.standby.launcher_environment import Reads
 from fer.standby.launcher_files import Files
@@ -317,8 +317,10 @@ class Server:
         """Become the engine, up to the moment at which its program begins."""
         try:
             self._leave()
-            body, folder, held, *rest = wanted.fds
+            body, *rest = wanted.fds
             body.close()
+            sock = socket.socket(fileno=above(Fd(sock.detach())).detach())
+            folder, held, *rest = [above(rest[0]), above(rest[1]), *rest[2:]]
             streams(rest, wanted.request.numbers)
             become(
                 wanted.program,

@@ -133,6 +133,14 @@ def test_further_descriptors_keep_their_numbers(launcher: Launcher, children: Ch
         os.close(writing)
 
 
+def test_low_numbers_are_free_for_the_program(launcher: Launcher, children: Children, tmp_path: Path) -> None:
+    path = script(tmp_path, "import os\nfor number in range(3, 10):\n    os.write(number, b'%d ' % number)\n")
+    command = [sys.executable, "-m", "fer", "run", "--", sys.executable, path]
+    more = " ".join(f"{number}>&1" for number in range(3, 10))
+    code, out, err = finish(children.spawn(["sh", "-c", f'exec "$@" {more}', "sh", *command]))
+    assert (code, out) == (0, "3 4 5 6 7 8 9 ") and FORKED in err, err
+
+
 SIGNALLED = """
 import os, signal, sys
 def told(number, frame):
