@@ -163,6 +163,7 @@ def _row(results: Results, name: str, model: Path, runs: int) -> float:
     results.add(f"{name}: engine started by", f"{how['via']} ({how['why']})")
     results.add(f"{name}: SIGKILL to next token at the client (ms)", spread([run["whole"] for run in found]))
     parts = {part: statistics.median(run.get(part, 0.0) for run in found) for run in found for part in run}
+    results.add(f"{name}: load average afterwards", round(os.getloadavg()[0], 2))
     results.add(f"{name}: median of each part (ms)", {part: round(s * 1e3, 1) for part, s in parts.items()})
     return statistics.median(run["whole"] for run in found)
 

@@ -206,9 +206,10 @@ class Router:
     async def _notice(self, gone: Target) -> None:
         """Wait until the supervisor has seen that this worker is dead. It has the pidfd; we saw a socket close."""
         if self.active is gone:
-            log.warning("%s closed a connection in the middle of an answer", gone.name)
-            with contextlib.suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(self._changed.wait(), NOTICE_S)
+            except TimeoutError:
+                log.warning("%s lives, and broke off an answer; it is asked again", gone.name)
 
     async def _ask(self, target: Target, request: wire.Generate) -> AsyncGenerator[wire.Event, None]:
         """One request to one worker. Raises WorkerGone where the connection ends before the answer."""
