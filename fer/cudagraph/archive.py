@@ -62,8 +62,8 @@ class Archive:
     Attributes:
         facts: plain data: ``fingerprint`` (must match), ``ranges`` and ``owners`` (addresses), ``weights`` (digest of
             their layout), ``uses`` (graph to indices of owners), ``outputs`` by graph, ``refused`` (graph to reasons),
-            ``golden`` (digests of the probes by checkpoint content, then graph), ``kv`` (size, and the slab that
-            stands for it in a proof).
+            ``golden`` (digests of the probes by checkpoint content, then graph), ``unlike`` (graphs that two replays of
+            a probe disagree on, and how far), ``kv`` (size, and the slab that stands for it in a proof).
         digest: names this very file; empty for one that was not written yet.
     """
 
@@ -76,7 +76,7 @@ class Archive:
     @property
     def scratch(self) -> list[Content]:
         """Contents that a restore writes."""
-        return [each for each in self.contents if not each.name.startswith("probe/")]
+        return [each for each in self.contents if each.name.startswith("scratch/")]
 
     @property
     def probes(self) -> list[Content]:

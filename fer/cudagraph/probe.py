@@ -25,6 +25,7 @@ from fer.engines.graphs import DEEP, SHALLOW
 if TYPE_CHECKING:
     import torch
 
+    from fer.cudagraph.archive import Archive
     from fer.cudagraph.libcuda import Cuda
     from fer.engines.graphs import DecodeGraphs
 
@@ -34,10 +35,19 @@ PATTERN: Final = 2 << 20
 LARGEST_SLAB: Final = 2 << 30
 """Bytes of the slab that stands for a cache, at most; a cache that needs more gets no deep probes."""
 
+SAMPLES: Final = 1024
+"""Elements of an output that are kept where its digest would mean nothing."""
+
+CLOSE: Final = 5e-2
+"""Difference that passes, relative to an output's largest element: a wrong pointer is off by more than rounding."""
+
+ON_HOST: Final = 4 << 20
+"""Bytes of outputs up to which a digest is made on the host."""
+
 NUMBERS: Final = (DEEP, SHALLOW)
 
 Digest = tuple[str, str]
-"""Of the deep and of the shallow probe; ``""`` for one that was not made, both where two native replays disagree."""
+"""Of the deep and of the shallow probe; ``""`` for one that was not made or that two native replays disagree on."""
 
 
 def fill_pattern(cuda: Cuda, address: int, size: int) -> None:
@@ -100,6 +110,29 @@ def hexed(digest: torch.Tensor) -> str:
     return hashlib.sha256(digest.cpu().numpy().tobytes()).hexdigest()
 
 
+def text_of(outputs: Mapping[str, torch.Tensor]) -> str:
+    """The digest of outputs as text. Small ones are copied and summed on the host.
+
+    A process that serves in a moment has not loaded the kernels of :func:`digest_of`, and loading takes 0.1 s.
+    """
+    if sum(tensor.nbytes for tensor in outputs.values()) > ON_HOST:
+        return hexed(digest_of(outputs))
+    rows = [_host_digest(outputs[name]) for name in sorted(outputs)]
+    return hashlib.sha256(np.array(rows, "<i8").tobytes()).hexdigest()
+
+
+def _host_digest(tensor: torch.Tensor) -> list[int]:
+    """What :func:`_device_digest` sums, with numpy's integers, which overflow alike."""
+    import torch
+
+    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    words = (plain.view("<i2") if len(plain) % 2 == 0 else plain).astype(np.int64) + 0x10001
+    place = np.arange(1, len(words) + 1, dtype=np.int64) * 2 + 1
+    mixed = words * (place * 0x5851F42D4C957F2D)
+    other = words * (place * place * 0x14057B7EF767814F + 0x2545F4914F6CDD1D)
+    return [int(mixed.sum()), int((other ^ (other >> 29)).sum())]
+
+
 def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
     """128 bits that change with any bit of a tensor: two sums modulo 2**64, each word weighted by its place."""
     import torch
@@ -116,6 +149,47 @@ def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
 def probe_name(graph: str, number: int) -> str:
     """Beginning of the names of the inputs of one probe."""
     return f"probe/{graph}/{number}/"
+
+
+def sample_name(graph: str, number: int) -> str:
+    """Beginning of the names of the samples of one probe's outputs."""
+    return f"sample/{graph}/{number}/"
+
+
+def sample_of(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Up to :data:`SAMPLES` elements of every floating-point output, evenly spread, as float32 on the device."""
+    import torch
+
+    found = {}
+    for name, tensor in outputs.items():
+        if tensor.is_floating_point():
+            flat = tensor.detach().reshape(-1)
+            found[name] = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].to(torch.float32, copy=True)
+    return found
+
+
+def far_from(outputs: Mapping[str, torch.Tensor], archive: Archive, graph: str, number: int) -> str:
+    """How the outputs of a probe that has no digest are out of reach of what was recorded; ``""`` if they are not.
+
+    Kernels that add in no fixed order (attention, split products, scattered experts) differ from run to run in the last
+    bits, and whole numbers chosen by comparing such values may differ as well: those are not compared.
+    """
+    import torch
+
+    spread = archive.facts["unlike"].get(graph, {}).get(str(number))
+    if spread is None:
+        return "two native replays differ: its outputs cannot be compared"
+    samples = sample_of(outputs)
+    prefix = sample_name(graph, number)
+    for content in archive.contents:
+        if content.name.startswith(prefix):
+            label = content.name.removeprefix(prefix)
+            recorded = torch.frombuffer(bytearray(content.data), dtype=torch.float32)
+            away = float((samples[label].cpu() - recorded).abs().max())
+            allowed = max(CLOSE * float(recorded.abs().max()), 4 * spread)
+            if not away <= allowed:
+                return f"its output {label} is {away:.3g} away from the recorded one, {allowed:.3g} would pass"
+    return ""
 
 
 def write_inputs(cuda: Cuda, contents: Sequence[Content], graph: str, number: int) -> None:
@@ -145,48 +219,63 @@ class Native:
     inputs: Mapping[str, torch.Tensor]
     numbers: Sequence[int]
     random: set[str] = field(default_factory=set)
-    _found: dict[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
+    _found: dict[tuple[str, int], list[tuple[Any, Mapping[str, Any]]]] = field(default_factory=dict)
     _kept: list[tuple[str, int, Any]] = field(default_factory=list)
 
-    def launch(self, name: str, number: int) -> None:
-        """Give the GPU one probe of one graph: the deep one twice, which decides whether the graph is reproducible."""
+    def launch(self, name: str, number: int, times: int) -> None:
+        """Give the GPU one probe of one graph; from the second time on it shows whether the graph is reproducible."""
         import torch
 
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         size, replay, outputs = self.replays[name]
         with torch.inference_mode():
             offset = generator.get_offset()
-            self.graphs.fill(size, number)
-            for label, tensor in self.inputs.items():
-                plain = tensor.contiguous().reshape(-1).view(torch.uint8)
-                self._kept.append((probe_name(name, number) + label, tensor.data_ptr(), plain.clone()))
-            found = []
-            for again in range(2 if number == self.numbers[0] else 1):
-                if again:
-                    self.graphs.fill(size, number)  # a step may write its own inputs
+            found = self._found.setdefault((name, number), [])
+            for again in range(times):
+                self.graphs.fill(size, number)  # again, since a step may write its own inputs
+                if not again:
+                    self._keep_inputs(name, number)
                 replay()
-                found.append(digest_of(outputs))
-            self._found[name, number] = found[0], found[-1]
+                found.append((digest_of(outputs), sample_of(outputs)))
             if generator.get_offset() != offset:
                 self.random.add(name)
 
-    def digests(self) -> dict[str, Digest]:
-        """What came of all probes."""
+    def unlike(self, number: int) -> set[str]:
+        """Graphs whose outputs differ between two replays of a probe; waits for the GPU."""
         import torch
 
-        if not self._found:
-            return {}
-        whole = torch.stack([torch.stack(pair) for pair in self._found.values()]).cpu()  # one wait for all of them
-        texts: dict[tuple[str, int], str] = {}
-        unlike = set()
-        for (name, number), (first, second) in zip(self._found, whole, strict=True):
-            texts[name, number] = hexed(first)
-            if not torch.equal(first, second):
-                unlike.add(name)
-        return {
-            name: ("", "") if name in unlike else (texts.get((name, DEEP), ""), texts.get((name, SHALLOW), ""))
-            for name in self.replays
-        }
+        rows = {name: found for (name, which), found in self._found.items() if which == number}
+        same = [(torch.stack([digest for digest, _ in found]) == found[0][0]).all() for found in rows.values()]
+        answers = torch.stack(same).tolist() if same else []
+        return {name for name, answer in zip(rows, answers, strict=True) if not answer}
+
+    def digests(self) -> dict[str, Digest]:
+        """What came of all probes."""
+        lost = {(name, number) for number in self.numbers for name in self.unlike(number)}
+        texts = {key: "" if key in lost else hexed(found[0][0]) for key, found in self._found.items()}
+        return {name: (texts.get((name, DEEP), ""), texts.get((name, SHALLOW), "")) for name in self.replays}
+
+    def samples(self) -> tuple[dict[str, dict[str, float]], list[Content]]:
+        """Of probes without a digest: how far apart replays were, by graph and number, and what one of them gave."""
+        spreads: dict[str, dict[str, float]] = {}
+        contents = []
+        for number in self.numbers:
+            for name in sorted(self.unlike(number)):
+                first, second = (sample for _, sample in self._found[name, number][:2])
+                far = [float((first[label] - second[label]).abs().max()) for label in first]
+                if far:
+                    spreads.setdefault(name, {})[str(number)] = max(far)
+                for label, values in first.items():
+                    data = values.cpu().numpy().tobytes()
+                    contents.append(Content(f"{sample_name(name, number)}{label}", 0, data))
+        return spreads, contents
+
+    def _keep_inputs(self, name: str, number: int) -> None:
+        import torch
+
+        for label, tensor in self.inputs.items():
+            plain = tensor.contiguous().reshape(-1).view(torch.uint8)
+            self._kept.append((probe_name(name, number) + label, tensor.data_ptr(), plain.clone()))
 
     def contents(self) -> list[Content]:
         """The inputs of all probes."""
@@ -211,4 +300,4 @@ def replay_digest(
     with torch.inference_mode():
         graphs.fill(size, number)
         replay()
-        return hexed(digest_of(outputs))
+        return text_of(outputs)

@@ -199,7 +199,7 @@ def _compare(
     Returns:
         The graph after which the context was lost, ``""`` if it is well.
     """
-    from fer.cudagraph.probe import NUMBERS, fill_pattern
+    from fer.cudagraph.probe import NUMBERS, digest_of, far_from, fill_pattern, hexed
     from fer.engines.graphs import DEEP
 
     kv = archive.facts["kv"]
@@ -213,28 +213,30 @@ def _compare(
             continue
         for name, graph in ready.items():
             recorded = golden.get(name, ("", ""))[NUMBERS.index(number)]
-            if not recorded:
-                wrong[name] = "two native replays differ: its outputs cannot be compared"
-                continue
             try:
-                if _digest(archive, cuda, name, number, graph, ranges) != recorded:
-                    wrong[name] = "its outputs are not the recorded ones"
+                outputs = _outputs(archive, cuda, name, number, graph, ranges)
+                if recorded:
+                    why = "" if hexed(digest_of(outputs)) == recorded else "its outputs are not the recorded ones"
+                else:
+                    why = far_from(outputs, archive, name, number)
+                if why:
+                    wrong[name] = why
             except (FerError, RuntimeError) as error:  # torch's word for an illegal access; it stays for good
                 wrong[name] = f"its replay failed: {str(error).splitlines()[0]}"
                 return name
     return ""
 
 
-def _digest(archive: Archive, cuda: Cuda, name: str, number: int, graph: Any, ranges: Ranges) -> str:
+def _outputs(archive: Archive, cuda: Cuda, name: str, number: int, graph: Any, ranges: Ranges) -> Mapping[str, Any]:
     import torch
 
-    from fer.cudagraph.probe import digest_of, hexed, write_inputs
+    from fer.cudagraph.probe import write_inputs
     from fer.cudagraph.restore import outputs_of
 
     write_inputs(cuda, archive.probes, name, number)
     graph.replay()
     torch.cuda.synchronize()
-    return hexed(digest_of(outputs_of(archive, name, f"cuda:{ranges.device.ordinal}", ranges)))
+    return outputs_of(archive, name, f"cuda:{ranges.device.ordinal}", ranges)
 
 
 def _attach(request: Request, archive: Archive) -> Any:

@@ -16,7 +16,7 @@ from fer.cudagraph import archive as archives
 from fer.cudagraph.archive import Archive, Content
 from fer.cudagraph.audit import Owner, Owners, Refusal, audit, module_refusals, summarize, uses
 from fer.cudagraph.capture import Captured, blocks_of
-from fer.cudagraph.probe import NUMBERS, PATTERN, Native, alias, fill_pattern, probe_name
+from fer.cudagraph.probe import NUMBERS, PATTERN, Native, alias, fill_pattern, probe_name, sample_name
 from fer.cudagraph.record import Functions, oracle
 from fer.cudagraph.records import Graph, Tables
 from fer.cudagraph.walk import walk
@@ -81,14 +81,21 @@ def save(
     saving.read()
     with _timed(saved, "digests"):
         golden, probes = saving.native.digests(), saving.native.contents()
+        spreads, samples = saving.native.samples()
         saving.empty_cache()
     saving.judge()
     kept = [graph for graph in saving.tables.top() if graph.name not in saved.refused]
     saved.kept, saved.nodes = [graph.name for graph in kept], sum(len(graph.nodes) for graph in kept)
-    whole = {**facts, **saving.facts(), "golden": {checkpoint: {name: golden[name] for name in saved.kept}}}
+    whole = {
+        **facts,
+        **saving.facts(),
+        "golden": {checkpoint: {name: golden[name] for name in saved.kept}},
+        "unlike": {name: spread for name, spread in spreads.items() if name in saved.kept},
+    }
     with _timed(saved, "write"):
-        names = tuple(probe_name(name, number) for name in saved.kept for number in NUMBERS)
-        useful = [each for each in probes if each.name.startswith(names)]
+        of = [(name, number) for name in saved.kept for number in NUMBERS]
+        names = tuple(name_(*each) for each in of for name_ in (probe_name, sample_name))
+        useful = [each for each in (*probes, *samples) if each.name.startswith(names)]
         archives.write(path, Archive(only(saving.tables, kept), whole, [*saving.contents, *useful]))
     return saved
 
@@ -140,10 +147,13 @@ class _Saving:
             with _timed(self.saved, "audit"):
                 self.audited[name] = audit(self.tables, graph, self.owners, self.ask, span=self.ranges.span)
             if not self.audited[name]:
-                native.launch(name, native.numbers[0])
+                native.launch(name, native.numbers[0], times=2)
+        unlike = native.unlike(native.numbers[0])  # of those it must be known what the other probe is worth
         for name, refusals in self.audited.items():
             for number in () if refusals else native.numbers[1:]:
-                native.launch(name, number)
+                native.launch(name, number, times=2 if name in unlike else 1)
+            with _timed(self.saved, "uses"):
+                self.used[name] = uses(self.tables, self._top(name), self.owners)
 
     def empty_cache(self) -> None:
         """Leave the cache as it was: a fresh one is zeros."""
@@ -155,13 +165,32 @@ class _Saving:
         """Which graphs are refused, now that the GPU has nothing to do and the modules' variables can be read."""
         with _timed(self.saved, "globals"):
             self.functions.read_globals(self.owners, self.ask)
-            self.used = _uses(self.tables, self.owners, self.contents)
+            self._follow_pointers()
         refused = self.saved.refused
         for graph in self.tables.top():
             refusals = [*self.audited[graph.name], *module_refusals(self.tables, graph)]
             if refusals:
                 refused[graph.name] = summarize(refusals)
         refused |= dict.fromkeys(self.native.random - set(refused), "uses random-number state")
+
+    def _follow_pointers(self) -> None:
+        """Add to what each graph uses what it reaches by way of buffers and of its modules' variables."""
+        beyond = {each.name: self._touched(each.data) for each in self.contents}
+        for name, names in self.used.items():
+            functions = self.tables.functions_of(self._top(name))
+            for image in {self.tables.functions[index].image for index in functions} - {-1}:
+                for _, value in self.tables.images[image].globals:
+                    names |= self._touched(value)
+            fresh = names
+            while fresh:
+                fresh = {further for name in fresh for further in beyond.get(name, ())} - names
+                names |= fresh
+
+    def _touched(self, data: bytes) -> set[str]:
+        return self.owners.touched(np.frombuffer(data[: len(data) // 8 * 8], "<u8"))
+
+    def _top(self, name: str) -> Graph:
+        return next(graph for graph in self.tables.top() if graph.name == name)
 
     def facts(self) -> dict[str, Any]:
         """What a later process has to know, beside what the caller knows."""
@@ -292,25 +321,6 @@ def _is_small_input(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and 0 < tensor.nbytes <= INPUT
 
 
-def _uses(tables: Tables, owners: Owners, contents: Sequence[Content]) -> dict[str, set[str]]:
-    """What each graph points into, also by way of buffers and of its modules' variables that hold pointers."""
-    beyond = {
-        each.name: owners.touched(np.frombuffer(each.data[: len(each.data) // 8 * 8], "<u8")) for each in contents
-    }
-    found = {}
-    for graph in tables.top():
-        names = uses(tables, graph, owners)
-        for image in {tables.functions[index].image for index in tables.functions_of(graph)} - {-1}:
-            for _, value in tables.images[image].globals:
-                names |= owners.touched(np.frombuffer(value[: len(value) // 8 * 8], "<u8"))
-        fresh = names
-        while fresh:
-            fresh = {beyond_it for name in fresh for beyond_it in beyond.get(name, ())} - names
-            names |= fresh
-        found[graph.name] = names
-    return found
-
-
 class _timed:
     def __init__(self, saved: Saved, name: str) -> None:
         self._saved, self._name = saved, name
@@ -319,7 +329,8 @@ class _timed:
         self._begin = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._saved.seconds[self._name] = time.perf_counter() - self._begin
+        seconds = self._saved.seconds
+        seconds[self._name] = seconds.get(self._name, 0.0) + time.perf_counter() - self._begin
 
 
 __all__ = ["Refusal", "Saved", "describe", "layout_digest", "name_of", "only", "save", "tensors"]

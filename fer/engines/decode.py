@@ -182,12 +182,10 @@ class TransformersGraphs(DecodeGraphs):
     deep = True
 
     def fill(self, size: int, number: int) -> None:
-        slots = self._slots()
-        slots.token.copy_((slots.row * 7919 + 104729 * (number + 1) + size) % self.vocabulary)
-        if number == DEEP:
-            slots.position.copy_(self.length - 1 - slots.row % min(64, self.length))
-        else:
-            slots.position.zero_()
+        # Made on the host: a process that serves in a moment loads no kernels for it.
+        slots, row = self._slots(), torch.arange(self.rows)
+        slots.token.copy_((row * 7919 + 104729 * (number + 1) + size) % self.vocabulary)
+        slots.position.copy_(self.length - 1 - row % min(64, self.length) if number == DEEP else row * 0)
 
     def use(self, size: int, graph: Replayable | None, outputs: Mapping[str, torch.Tensor] | None) -> None:
         with self._lock:

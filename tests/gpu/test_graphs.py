@@ -145,6 +145,14 @@ def test_other_batch_sizes_are_a_miss_that_names_them(kept: Kept) -> None:
     assert "batch_sizes" in row["why"], row
 
 
+@pytest.mark.parametrize(("disturbance", "why"), [("profiler", "another profiler"), ("no-cupti", "there is no CUPTI")])
+def test_without_cupti_graphs_are_captured_and_the_reason_said(kept: Kept, disturbance: str, why: str) -> None:
+    row = kept.start(disturb=disturbance, batch_sizes=[4, 8])  # no archive fits, so one would be saved
+    assert (row["path"], row["details"]["saved"]) == ("loaded", False), row
+    assert why in row["why"], row
+    assert row["alone"] == kept.first["alone"]
+
+
 def test_without_memory_for_the_pool_the_engine_captures_and_serves(kept: Kept) -> None:
     archive = archives.read(kept.archive)
     archive.facts["ranges"]["pool"]["used"] = 1 << 40 >> 3  # 128 GiB, beside weights and cache

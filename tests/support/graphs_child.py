@@ -34,6 +34,16 @@ def disturb(how: str) -> None:
         import triton.language
 
         _KEPT.extend((triton.language, transformers.models.qwen3.modeling_qwen3, torch.backends.cudnn.version()))
+    elif how == "profiler":  # CUPTI has one subscriber, and that is somebody else
+        from fer.cudagraph.cupti import Recorder
+
+        _KEPT.append(Recorder())
+    elif how == "no-cupti":
+        os.environ["LD_LIBRARY_PATH"] = ""
+        from fer.cudagraph import cupti
+
+        cupti.glob.glob = lambda pattern: []  # type: ignore[assignment]
+        cupti.ctypes.CDLL = _without("cupti", ctypes.CDLL)  # type: ignore[misc]
     elif how == "base":  # the address of one range is taken, so nothing can be restored
         from fer.memory import arena, driver, gpus
         from fer.memory.device import CudaDevice
@@ -41,7 +51,16 @@ def disturb(how: str) -> None:
         device = CudaDevice(0)
         place = arena.address_of(gpus.arena_index(device.pci_bus), arena.SCRATCH)
         with device.current():
-            assert int(driver.call("cuMemAddressReserve", 2 << 20, 0, place, 0)) == place
+            assert int(driver.call("cuMemAddressReserve", arena.SCRATCH.size, 0, place, 0)) == place
+
+
+def _without(part: str, load: Any) -> Any:
+    def loader(name: Any, *arguments: Any, **more: Any) -> Any:
+        if part in str(name):
+            raise OSError(f"{name}: not found")
+        return load(name, *arguments, **more)
+
+    return loader
 
 
 def main() -> None:

@@ -6,8 +6,9 @@ import ctypes
 
 import numpy as np
 import pytest
+import torch
 
-from fer.cudagraph.probe import LARGEST_SLAB, PATTERN, alias, fill_pattern
+from fer.cudagraph.probe import LARGEST_SLAB, PATTERN, alias, digest_of, fill_pattern, hexed, text_of
 from tests.support.cudagraph_driver import FakeDriver
 
 MIB = 1 << 20
@@ -61,3 +62,14 @@ def test_the_pattern_repeats_and_is_finite_in_every_format() -> None:
     wide = (found.view("<u2").astype("<u4") << 16).view("<f4")  # bfloat16
     assert np.isfinite(wide).all()
     assert np.abs(wide).max() < 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8])
+@pytest.mark.parametrize("count", [1, 7, 4096, 100_003])
+def test_the_host_sums_what_the_device_sums(dtype: torch.dtype, count: int) -> None:
+    torch.manual_seed(count)
+    tensor = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    outputs = {"b": tensor, "a": tensor.flip(0)}
+    assert text_of(outputs) == hexed(digest_of(outputs))
+    if count > 1:
+        assert text_of({"a": outputs["b"], "b": outputs["a"]}) != text_of(outputs)

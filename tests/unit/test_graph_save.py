@@ -16,7 +16,7 @@ from fer.cudagraph import images
 from fer.cudagraph.audit import Owner
 from fer.cudagraph.capture import Captured
 from fer.cudagraph.cupti import Seen
-from fer.cudagraph.probe import replay_digest
+from fer.cudagraph.probe import far_from, replay_digest
 from fer.cudagraph.restore import Restorer, outputs_of, place
 from fer.cudagraph.save import Saved, save, tensors
 from fer.engines.graphs import SHALLOW
@@ -167,13 +167,21 @@ def test_a_graph_that_draws_random_numbers_is_refused_alone(world: World) -> Non
     assert not [content for content in archive.probes if "decode/8" in content.name]
 
 
-def test_a_graph_whose_replays_differ_has_no_digests(world: World) -> None:
+def test_a_graph_whose_replays_differ_is_compared_by_samples(world: World) -> None:
     graph, noise = world.captured.graphs[4], iter(range(100))
-    graph.replay = lambda: graph.outputs["y"].fill_(next(noise))
+    graph.replay = lambda: graph.outputs["y"].fill_(8 + next(noise) / 64)
     world.save()
-    golden = archives.read(world.path).facts["golden"]["seed 0"]
+    archive = archives.read(world.path)
+    golden = archive.facts["golden"]["seed 0"]
     assert golden["decode/4"] == ["", ""]
     assert len(golden["decode/8"][1]) == 64
+    assert archive.facts["unlike"] == {"decode/4": {"0": 1 / 64}}
+    assert [each.name for each in archive.contents if each.name.startswith("sample/")] == ["sample/decode/4/0/y"]
+    near, far = {"y": graph.outputs["y"] * 0 + 8.3}, {"y": graph.outputs["y"] * 0 + 9}
+    assert far_from(near, archive, "decode/4", SHALLOW) == ""
+    assert "1 away" in far_from(far, archive, "decode/4", SHALLOW)
+    assert "away" in far_from({"y": far["y"] * float("nan")}, archive, "decode/4", SHALLOW)
+    assert "cannot be compared" in far_from(near, archive, "decode/8", SHALLOW)
 
 
 def test_unowned_pointers_refuse_their_graph_alone(world: World) -> None:

@@ -112,6 +112,7 @@ class Bench:
             "golden": {},
             "owners": owners,
             "uses": {NAMES[0]: range(len(owners)), NAMES[1]: [0, 1]},  # only the first one touches the inputs
+            "outputs": {NAMES[0]: {"y": {"shape": [4, 4]}}, NAMES[1]: {"y": {"shape": [8, 4]}}},
             "weights": layout_digest(self.graphs.weights()),
             "refused": {},
         }
