@@ -395,7 +395,7 @@ class Supervisor:
         for group in groups:
             await group.close()
         raise EngineDied(
-            f"{len(left)} processes did not end after SIGKILL",
+            "not every process ended after SIGKILL",
             why=", ".join(f"{process.pid}: {process.stuck()}" for process in left),
             fix="The kernel or a driver holds them: look at the GPU with nvidia-smi and at the kernel's log",
             pid=left[0].pid if left else 0,
