@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fer.errors import LauncherError, PeerRefused
 from fer.memory import fdpass
-from fer.standby import launcher_client
+from fer.standby import inheritance, launcher_client
 from fer.standby import launcher_place as place
 from fer.standby import launcher_wire as wire
 from fer.standby.launcher_client import NotForked, fork, spawn
@@ -145,7 +146,7 @@ def test_a_child_whose_requester_has_gone_never_begins(children: Children, tmp_p
     marker = tmp_path / "ran"
     code = f"""
 import os, signal
-from fer.standby import launcher_client
+from fer.standby import inheritance, launcher_client
 real = launcher_client.fdpass.send
 def send(sock, payload, fds=(), **options):
     if b"go" in payload[:16]:
@@ -206,6 +207,34 @@ def test_a_more_confined_requester_is_not_freed_by_a_fork(children: Children, tm
     command = ["setpriv", "--no-new-privs", sys.executable, "-m", "fer", "run", "--", sys.executable]
     code, _, err = finish(children.spawn([*command, script(tmp_path, "raise SystemExit(5)")]))
     assert code == 5 and "plain exec" in err and "no_new_privs" in err
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """A control group of version 2 that processes of this test may be in, beside the test's own."""
+    where = inheritance._mounted("")
+    line = next((line for line in inheritance._cgroup() if line.startswith("0::")), "")
+    made = Path(f"{where}{line[3:]}", f"fer-test-{os.getpid()}")
+    try:
+        made.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error.strerror}")
+    yield made
+    made.rmdir()
+
+
+def test_an_engine_is_in_its_requesters_control_group(children: Children, tmp_path: Path, control_group: Path) -> None:
+    launcher = Launcher(children)
+    path = script(tmp_path, "print(open('/proc/self/cgroup').read())")
+
+    def enter() -> None:
+        (control_group / "cgroup.procs").write_text("0")
+
+    run = fer_run(children, sys.executable, path, preexec_fn=enter)
+    code, out, err = finish(run)
+    assert code == 0 and "forked" in err, err
+    assert control_group.name in out
+    assert control_group.name not in Path(f"/proc/{launcher.pid}/cgroup").read_text()
 
 
 def test_a_socket_or_directory_that_is_not_ours_is_not_trusted(children: Children, runtime_dir: Path) -> None:
