@@ -54,7 +54,7 @@ def pack(
         choice = packing.Choice(archs=tuple(arch or ()), binary_only=binary_only, code=not without_code)
         target = remote.Source.of(out)
         path = store.folder(home) / f"{store.SUFFIX}.{os.getpid()}" if target.is_url else Path(out).expanduser()
-        packed = packing.pack(_roots(cache, component), path, choice, dry_run=dry_run)
+        packed = packing.pack(_roots(cache, component or ["triton"]), path, choice, dry_run=dry_run)
         length = path.stat().st_size if path.is_file() and not dry_run else 0
         if target.is_url and not dry_run:
             try:
@@ -137,7 +137,7 @@ def inspect(archive: Local, json: JsonFlag = False) -> None:
     with guarded(json):
         from fer.kernels import compare as comparing
         from fer.kernels import unpack as unpacking
-        from fer.kernels.components import REGISTRY
+        from fer.kernels.registry import REGISTRY
 
         manifest, digest, length = unpacking.peek(archive)
         data = {
@@ -343,17 +343,16 @@ def warm(
 
 def _roots(cache: Path | None, only: list[str] | None) -> dict[str, Path]:
     from fer.errors import OptionError
-    from fer.kernels.components import REGISTRY
+    from fer.kernels.registry import REGISTRY
 
     for name in only or ():
-        if name not in REGISTRY:
-            raise OptionError(
-                f"{name} is no component", fix=f"Give one of {', '.join(sorted(REGISTRY))}", name="component"
-            )
+        if name not in (*REGISTRY, "all"):
+            known = ", ".join(("all", *sorted(REGISTRY)))
+            raise OptionError(f"{name} is no component", fix=f"Give one of {known}", name="component")
     found = {}
     for name, component in REGISTRY.items():
         root = cache if name == "triton" and cache is not None else component.where(os.environ)
-        if root is not None and (not only or name in only):
+        if root is not None and (not only or name in only or "all" in only):
             found[name] = root
     return found
 

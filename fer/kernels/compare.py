@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fer.kernels import compat, parts, store
+from fer.kernels import compat, inductor, parts, store
 from fer.kernels.compat import Live
 from fer.kernels.manifest import Entry, Manifest
 
@@ -62,6 +62,8 @@ def expected(manifest: Manifest, root: Path | None, here: Live | None) -> Iterat
     """
     for each in manifest.entries:
         why = compat.why_not(manifest, each, here) if here is not None else ""
+        if not why and root is not None and each.component == "inductor":
+            why = _without_binaries(each, root)
         if not why and root is not None and each.component == "triton":
             place = root / each.path
             why = (
@@ -70,6 +72,13 @@ def expected(manifest: Manifest, root: Path | None, here: Live | None) -> Iterat
                 else store.damage_of(str(place)) or _incomplete(place, each)
             )
         yield Expected(each, why)
+
+
+def _without_binaries(each: Entry, root: Path) -> str:
+    """torch's artifacts are restored, and say nothing of kernels that Triton's cache has to hold."""
+    needs = each.parts.get("needs")
+    missing = inductor.missing([str(key) for key in needs], root) if isinstance(needs, list) else []
+    return f"{len(missing)} of its kernels' binaries are not in Triton's cache: {missing[0]}" if missing else ""
 
 
 def _incomplete(place: Path, each: Entry) -> str:

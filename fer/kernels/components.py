@@ -1,4 +1,4 @@
-"""The caches that FER carries, one registry: where each lies, what of it is complete, and what its traps are.
+"""What a cache is to FER, and Triton's: where it lies, what of it is complete, and what its traps are.
 
 A component is a folder of entries; an entry is a folder (or a single file) that is restored as a whole or not at all.
 """
@@ -46,6 +46,9 @@ class Component:
         complete: its complete entries; what is being written is left out.
         relocatable: entries mean the same in another folder.
         traps: what one has to know; shown by ``fer kernels inspect``.
+        facts: what has to be the same where entries are used, beyond what their keys hold; asked for the folder they
+            are in, or would be in. What is unknown (``""``, None) equals nothing.
+        times: builders compare files' times, so that they are kept with the entry and set again.
     """
 
     name: str
@@ -53,6 +56,8 @@ class Component:
     complete: Callable[[Path, Wanted], Iterator[Found]]
     relocatable: bool
     traps: str = ""
+    facts: Callable[[Path], Mapping[str, Any]] = lambda root: {}
+    times: bool = False
 
 
 # -- Triton
@@ -129,5 +134,3 @@ TRITON: Final = Component(
     relocatable=True,
     traps="helper libraries (.so) are for one Python, one C library and one place of the packages",
 )
-
-REGISTRY: Final[dict[str, Component]] = {each.name: each for each in (TRITON,)}

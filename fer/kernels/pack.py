@@ -13,9 +13,10 @@ from fer.errors import ArchiveError
 from fer.kernels import compat, container, gpus, trust
 from fer.kernels import entry as entries
 from fer.kernels import manifest as manifests
-from fer.kernels.components import REGISTRY, Found
+from fer.kernels.components import Found
 from fer.kernels.entry import Odd, Stored
 from fer.kernels.manifest import TARGET, Entry, File, Manifest
+from fer.kernels.registry import REGISTRY
 
 _TRIES: Final = 3
 _KEPT: Final = ("json", "cubin", "hsaco")
@@ -111,6 +112,7 @@ def _drafts(roots: Mapping[str, Path], choice: Choice, left_out: dict[str, str])
             if why := _read(draft, choice):
                 left_out[found.path] = why
             if draft.files:
+                _note_facts(draft)
                 yield draft
 
 
@@ -138,6 +140,16 @@ def _read(draft: _Draft, choice: Choice) -> str:
     if any(not set(names) <= draft.files.keys() for names in draft.found.groups.values()):
         draft.files.clear()  # what is left of a group without one of its files is no kernel
     return why
+
+
+def _note_facts(draft: _Draft) -> None:
+    """What must be the same where this entry is used, and the files' times where builders look at them."""
+    component = REGISTRY[draft.component]
+    if facts := component.facts(draft.root):
+        draft.found.parts["facts"] = dict(facts)
+    if component.times:
+        folder = draft.root / draft.found.path
+        draft.found.parts["times"] = {name: (folder / name).stat().st_mtime_ns for name in draft.files}
 
 
 def _shrink(found: Found) -> None:

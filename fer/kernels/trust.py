@@ -1,8 +1,8 @@
 """What in a cache is code of the host: it would run in the process that loads it, so it has to be trusted first.
 
-Binaries for a GPU and texts that a compiler reads are data to this process. Everything else (shared objects, Python
-files, pickles, build files) is taken from an archive only where somebody said that its maker is trusted. Names are
-judged by a list of what is known to be harmless, and contents must be what the name says.
+Binaries for a GPU and texts that a GPU's compiler reads are data to this process. Everything else (shared objects,
+Python files, pickles, build files) is taken from an archive only where somebody said that its maker is trusted. Names
+are judged by a list of what is known to be harmless, and contents must be what the name says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from fer.kernels import elf
 
 _DEVICE: Final = {"cubin": elf.CUDA, "hsaco": elf.AMDGPU}
-_TEXT: Final = frozenset({"source", "ttir", "ttgir", "llir", "ptx", "amdgcn", "glir", "json", "txt"})
+_TEXT: Final = frozenset({"source", "ttir", "ttgir", "llir", "ptx", "amdgcn", "glir", "json", "txt", "cu"})
 
 
 def is_harmless_name(name: str) -> bool:

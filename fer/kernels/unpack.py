@@ -24,6 +24,7 @@ from fer.kernels.compat import Live, Trial
 from fer.kernels.container import Reader
 from fer.kernels.entry import Odd, Sidecar, Stored
 from fer.kernels.manifest import Entry, Manifest
+from fer.kernels.registry import REGISTRY, files_below
 
 STAGE: Final = ".fer-stage."
 _STALE_S: Final = 3600.0
@@ -159,7 +160,23 @@ def _why_skip(manifest: Manifest, each: Entry, roots: Mapping[str, Path], code: 
         return f"there is no place for {each.component}"
     if each.code and code == "skip":
         return each.code
+    if here is not None and (why := _other_facts(each, roots[each.component])):
+        return why
     return compat.why_not(manifest, each, here) if here is not None else ""
+
+
+def _other_facts(each: Entry, root: Path) -> str:
+    """Where a cache's own conditions are not met here; what is unknown meets none."""
+    component = REGISTRY.get(each.component)
+    now = component.facts(root) if component is not None else {}
+    before = each.parts.get("facts", {})
+    if not isinstance(before, dict):
+        return "its facts cannot be read"
+    return "; ".join(
+        f"{name}: {before.get(name) or compat.UNKNOWN} -> {now.get(name) or compat.UNKNOWN}"
+        for name in sorted({*before, *now})
+        if not before.get(name) or before.get(name) != now.get(name)
+    )
 
 
 def _is_sound(folder: str, each: Entry) -> bool:
@@ -255,6 +272,7 @@ class _Staging:
         if each.component == "triton":
             files = [*files, *_lists(target, each, self._outcome.manifest.parts_of(each))]
         _write_files(staged, files, nested="/" in each.path)
+        _set_times(staged, each.parts.get("times"))
         if "/" in each.path:
             os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
         try:
@@ -275,12 +293,13 @@ class _Staging:
             return
         for metadata in each.groups or {each.files[0].name: ()}:
             entry.quarantine(target, metadata, [file.name for file in each.files], "it was damaged before a restore")
-        lists = [name for name in sorted(os.listdir(staged)) if name.startswith(entry.GROUP)]
-        others = [name for name in sorted(os.listdir(staged)) if name not in lists]
-        for name in [*others, *lists]:
+        names = files_below(Path(staged))
+        lists = [name for name in names if name.startswith(entry.GROUP)]  # last: a list means that all is there
+        for name in [*(name for name in names if name not in lists), *lists]:
             place = os.path.join(target, name)
             if os.path.isdir(place) and not os.path.islink(place):
                 shutil.rmtree(place)
+            os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
             os.replace(os.path.join(staged, name), place)
         self._outcome.healed.append(each.path)
 
@@ -307,6 +326,14 @@ def _write_files(folder: str, files: list[tuple[str, bytes]], *, nested: bool) -
                 view = view[os.write(handle, view) :]
         finally:
             os.close(handle)
+
+
+def _set_times(folder: str, times: object) -> None:
+    """Builders compare the times of files with those of what they made of them."""
+    for name, when in times.items() if isinstance(times, dict) else ():
+        if manifests.is_inside(str(name)) and isinstance(when, int):
+            with contextlib.suppress(OSError, OverflowError):
+                os.utime(os.path.join(folder, name), ns=(when, when), follow_symlinks=False)
 
 
 def _lists(target: str, each: Entry, parts: dict[str, Any]) -> list[tuple[str, bytes]]:
