@@ -81,6 +81,7 @@ def become(
     _open_streams(program.unbuffered)
     _reopen_logs()
     _reseed()
+    _multiprocessing()
     _name(program.original)
     gc.unfreeze()
 
@@ -159,6 +160,14 @@ def _reseed() -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.seed()
+
+
+def _multiprocessing() -> None:
+    """What that module takes note of when it is imported: the folder of relative paths, and a secret."""
+    known: Any = sys.modules.get("multiprocessing.process")
+    if known is not None:
+        known.ORIGINAL_DIR = os.getcwd()
+        known.current_process().authkey = os.urandom(32)
 
 
 class _Map(ctypes.Structure):

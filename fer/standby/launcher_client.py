@@ -141,6 +141,7 @@ def spawn(
 
     Raises:
         OSError: the program cannot be started at all.
+        OptionError: no launcher can have that name.
     """
     streams = tuple(number if given is None else given for number, given in enumerate((stdin, stdout, stderr)))
     try:
@@ -170,47 +171,45 @@ def fork(
 
     Raises:
         NotForked: and why.
+        OptionError: no launcher can have that name.
     """
     if launcher == "off":
         raise NotForked("no launcher was asked for")
-    name = place.DEFAULT if launcher == "auto" else launcher
+    name = place.DEFAULT if launcher == "auto" else place.check_name(launcher)
     environment = dict(os.environ if env is None else env)
     program = which(argv[0], environment, cwd or ".") if argv else None
     if program is None:
         raise NotForked("there is no such program")
     if len(pass_fds) > wire.MOST_PASSED:
         raise NotForked(f"{len(pass_fds)} descriptors are to be passed, and {wire.MOST_PASSED} fit into a message")
-    owned: list[Fd | socket.socket] = []
+    body = wire.Body(
+        argv=[os.fsencode(word) for word in argv],
+        env={os.fsencode(key): os.fsencode(value) for key, value in environment.items()},
+    )
     try:
-        sock, launcher_pid = place.connect(name, runtime_dir)
-        owned.append(sock)
-        body = wire.Body(
-            argv=[os.fsencode(word) for word in argv],
-            env={os.fsencode(key): os.fsencode(value) for key, value in environment.items()},
-        )
-        owned += [sealed_bytes("fer-run", wire.pack(body)), Fd(os.open(cwd or ".", os.O_PATH | os.O_CLOEXEC))]
-        held, alarm = tie.make()
-        owned += [held, alarm]
-        request = wire.Run(
-            version=wire.VERSION,
-            fixed=inheritance.fixed(),
-            handed=inheritance.handed(ignored=ignored, blocked=blocked),
-            pid=os.getpid(),
-            program=os.fsencode(program),
-            numbers=list(pass_fds),
-        )
-        sent = [*(fd.fileno() for fd in owned[1:4]), *streams, *pass_fds]
-        pid, pidfd = _agree(sock, request, sent)
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as lent:
+            sock, launcher_pid = place.connect(name, runtime_dir)
+            kept.enter_context(sock)
+            text = lent.enter_context(sealed_bytes("fer-run", wire.pack(body)))
+            folder = lent.enter_context(Fd(os.open(cwd or ".", os.O_PATH | os.O_CLOEXEC)))
+            held, alarm = tie.make()
+            lent.enter_context(held)
+            kept.enter_context(alarm)
+            request = wire.Run(
+                version=wire.VERSION,
+                fixed=inheritance.fixed(),
+                handed=inheritance.handed(ignored=ignored, blocked=blocked),
+                pid=os.getpid(),
+                program=os.fsencode(program),
+                numbers=list(pass_fds),
+            )
+            fds = [text.fileno(), folder.fileno(), held.fileno(), *streams, *pass_fds]
+            pid, pidfd = _agree(sock, request, fds)
+            kept.pop_all()  # the child's from here on
     except FerError as error:
-        _close(owned)
         raise NotForked(f"{error.what}: {error.why}" if error.why else error.what) from error
     except (OSError, ValueError) as error:
-        _close(owned)
         raise NotForked(f"the launcher {name} could not be asked: {error}") from error
-    except BaseException:
-        _close(owned)
-        raise
-    _close(owned[1:4])
     return Child(pid, pidfd, f"launcher {name}, process {launcher_pid}", alarm, sock)
 
 
@@ -239,11 +238,6 @@ def _agree(sock: socket.socket, request: wire.Run, fds: Sequence[int]) -> tuple[
         received[0].close()
         raise NotForked("the forked child died before it began") from None
     return answer.pid, received[0]
-
-
-def _close(owned: Sequence[Fd | socket.socket]) -> None:
-    for each in owned:
-        each.close()
 
 
 def _plain(

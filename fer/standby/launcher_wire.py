@@ -107,7 +107,6 @@ class Ready(Message, tag="ready", frozen=True):
     """The child waits for :class:`Go`. Descriptor: its pidfd."""
 
     pid: int
-    notes: list[str] = []
 
 
 class Ended(Message, tag="ended", frozen=True):

@@ -204,6 +204,26 @@ def test_random_numbers_and_logs_are_each_engines_own(
     assert not launcher.leaked()
 
 
+def test_workers_by_multiprocessing_find_the_script(children: Children, tmp_path: Path) -> None:
+    launcher = Launcher(children, imports=("multiprocessing.pool", "multiprocessing.util"))
+    script(
+        tmp_path,
+        """
+import multiprocessing, sys
+def work(number):
+    return number * 2
+if __name__ == "__main__":
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        print(pool.map(work, range(3)))
+""",
+    )
+    for method in ("spawn", "fork"):
+        command = [sys.executable, "engine.py", method]
+        code, out, err = finish(fer_run(children, *command, cwd=tmp_path))
+        assert (code, out) == (0, "[0, 2, 4]\n") and "forked" in err, err
+    assert not launcher.leaked()
+
+
 def test_ten_engines_at_once_and_nothing_is_left(children: Children, tmp_path: Path) -> None:
     launcher = Launcher(children)
     path = script(tmp_path, "import sys\nsys.exit(int(sys.argv[1]))")

@@ -30,7 +30,7 @@ class Launcher:
     def __init__(
         self, children: Children, *arguments: str | Path, imports: tuple[str, ...] = ("json",), **options: Any
     ):
-        command: list[str | Path] = [sys.executable, "-m", "fer", "launcher", "run", *arguments]
+        command: list[str | Path] = [sys.executable, "-m", "fer.standby.launcher", *arguments]
         for module in imports:
             command += ["--import", module]
         self.process = children.spawn(command, **options)
