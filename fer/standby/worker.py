@@ -19,20 +19,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from fer.errors import FerError, UsageError
 from fer.standby import wire
+from fer.standby.answers import Answers, listen
 
 if TYPE_CHECKING:
     from fer.report import Report
     from fer.standby.model import Model
-
-PRELOAD = (
-    "fer.standby.answers",
-    "fer.standby.model",
-    "fer.orchestrator",
-    "fer.weights.stage",
-    "fer.engines.transformers",
-    "fer.engines.decode",
-)
-"""What a process that forks workers imports beforehand."""
 
 
 class Supervised:
@@ -67,8 +58,6 @@ def run(load: Callable[[], tuple[Model, Report]], path: Path) -> NoReturn:
     supervised = Supervised()
     supervised.say(wire.Begun(time.monotonic_ns()))
     try:
-        from fer.standby.answers import Answers, listen
-
         model, report = load()
         answers = Answers(model)
         sock = listen(path)
