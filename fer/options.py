@@ -116,6 +116,12 @@ def _path(value: Any) -> Path | None:
     return Path(value).expanduser()
 
 
+def _text(value: Any) -> str:
+    if isinstance(value, str) and "\0" not in value:
+        return value
+    raise ValueError("a text")
+
+
 def _choice(*allowed: str) -> Parser:
     def parse(value: Any) -> str:
         if isinstance(value, str) and value in allowed:
@@ -249,6 +255,9 @@ class Options(_Settings):
     )
     weights: bool = _setting(True, "keep and attach weights", _boolean)
     kernels: bool = _setting(True, "keep and restore compiled kernels", _boolean)
+    kernels_source: str = _setting(
+        "", "archive of kernels to restore where none is kept here: a path or URL; @sha256:DIGEST pins it", _text
+    )
     cudagraph: bool = _setting(True, "keep and restore CUDA graphs", _boolean)
     distinit: bool = _setting(True, "speed up the set-up of process groups", _boolean)
     slab_bytes: int = _setting(0, "size of one slab, 0: chosen by the model's size", parse_bytes)

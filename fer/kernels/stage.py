@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fer")
 _WAIT_S: Final = 60.0
+_FETCH_S: Final = 30.0
 _TOLD: Final = 3
 """Reasons told in the stage's line; the record has all."""
 
@@ -47,6 +49,7 @@ class KernelsStage(Stage):
         self._why: list[str] = []
         self._manager = ""
         self._broken = False
+        self._trusted = True
         self._said = False
 
     def run(self, start: Start) -> None:
@@ -72,8 +75,9 @@ class KernelsStage(Stage):
             records = coverage.read(self._record) if self._record is not None else []
             summary = coverage.summary(records, self._kept_parts())
             self._tell(start, summary)
-            if records and not self._manager:
-                self._write_back(start, records)
+            if self._root is not None and not self._manager:
+                # No daemon: a program that ends now waits until the writer has been told what to write.
+                threading.Thread(target=self._write_back, args=(start, records), name="fer-kernels-finish").start()
         except Exception as error:  # as above: the engine serves already
             log.exception("the kernels' stage failed after the first token")
             self._say(start, "loaded", f"bug in FER, please report: {type(error).__name__}: {error}")
@@ -100,6 +104,7 @@ class KernelsStage(Stage):
             with start.report.step("kernels: restore") as span:
                 self._restore(archive)
                 span.details["restored"] = len(self._outcome.restored) if self._outcome else 0
+        self._compiler(start)
         if why := places.lacks_compiler(os.environ, self._root, helpers_fit=self._misfit()):
             self._why.append(why)
             log.warning("%s", why)
@@ -117,11 +122,27 @@ class KernelsStage(Stage):
     def _archive(self, start: Start) -> Path | None:
         """The archive for the GPU that is here; None where there is none. Looks for the GPU only if there is one."""
         found = store.of_prefix(self._home, _prefix(start))
-        if not found:
+        if found:
+            seen = gpus.look()
+            archs = [str(arch) for arch in seen.archs] if seen else list(found)
+            fitting = next((found[arch] for arch in archs if arch in found), None)
+            if fitting is not None:
+                self._trusted = _is_private(fitting.parent)
+                return fitting
+        return self._fetched(start.options.kernels_source) if start.options.kernels_source else None
+
+    def _fetched(self, text: str) -> Path | None:
+        """The archive of the settings' source; whoever pins its content by a digest vouches for code in it."""
+        from fer.kernels import remote
+
+        try:
+            source = remote.Source.of(text)
+            self._trusted = bool(source.digest)
+            return remote.fetch(source, home=self._home, timeout_s=_FETCH_S)
+        except (FerError, OSError) as error:
+            self._why.append(f"kernels_source: {error}")
+            log.warning("kernels are compiled, or found here: %s", error)
             return None
-        seen = gpus.look()
-        archs = [str(arch) for arch in seen.archs] if seen else list(found)
-        return next((found[arch] for arch in archs if arch in found), None)
 
     def _restore(self, archive: Path) -> None:
         # Here and not above: a start without an archive pays for nothing.
@@ -134,11 +155,11 @@ class KernelsStage(Stage):
             # One rank of a host unpacks, the others wait and find everything in place.
             with FileLock(f"{archive}.lock", timeout=_WAIT_S, mode=0o600):
                 terms = unpack.Terms(
-                    code="take" if _is_private(archive.parent) else "skip",
+                    code="take" if self._trusted else "skip",
                     here=lambda made: compat.live(ask_triton=False, host=bool(made.host), home=self._home),
                     glance=True,
                 )
-                self._outcome = unpack.unpack(archive, {"triton": self._root}, terms)
+                self._outcome = unpack.unpack(archive, self._roots(), terms)
         except Timeout:
             self._why.append(f"another process held {archive} for {_WAIT_S:.0f} s")
             return
@@ -151,6 +172,26 @@ class KernelsStage(Stage):
         usable = {*self._outcome.restored, *self._outcome.kept, *self._outcome.healed}
         known = (manifest.parts_of(each) for each in manifest.entries if each.path in usable)
         warm.begin(warm.specializations(known))
+
+    def _roots(self) -> dict[str, Path]:
+        """Folders of all caches, as far as they have a place."""
+        from fer.kernels.registry import REGISTRY
+
+        assert self._root is not None
+        places = {name: component.where(os.environ) for name, component in REGISTRY.items()}
+        return {name: place for name, place in places.items() if place is not None} | {"triton": self._root}
+
+    def _compiler(self, start: Start) -> None:
+        """What torch's compiler kept in an earlier start, back into it; its kernels are in Triton's cache."""
+        root = store.folder(self._home) / "inductor"
+        if not (root / _blob(start)).is_dir():
+            return
+        from fer.kernels import inductor
+
+        with start.report.step("kernels: torch's compiler"):
+            loaded = inductor.load(root, _blob(start), self._root)
+        if loaded is not None and loaded.missing:
+            self._why.append(f"torch's artifacts are back, {len(loaded.missing)} of their kernels are not")
 
     def _misfit(self) -> str:
         """How the archive's host libraries differ from this installation, where it has some that were skipped."""
@@ -188,20 +229,38 @@ class KernelsStage(Stage):
         )
 
     def _write_back(self, start: Start, records: list[coverage.Record]) -> None:
-        from fer.kernels import writer
+        """In a thread: what the start added to any cache goes into the archive, by a process of its own."""
+        try:
+            from fer.kernels import inductor, writer
 
-        kept = {each.path for each in self._manifest.entries} if self._manifest is not None else set()
-        keys = {record.key for record in records}
-        if keys <= kept or self._root is None:
-            return
-        arch = next((record.parts["arch"] for record in records if isinstance(record.parts.get("arch"), int)), None)
+            assert self._root is not None
+            keys = {record.key for record in records}
+            inductor.save(store.folder(self._home) / "inductor", _blob(start), keys)
+            kept = {each.path for each in self._manifest.entries} if self._manifest is not None else set()
+            roots = {name: place for name, place in self._roots().items() if name != "triton"}
+            since = start.report.started_at
+            added = {name: str(place) for name, place in roots.items() if writer.fresh(name, place, since)}
+            arch = self._arch(records)
+            if arch is None or (keys <= kept and not added):
+                return
+            kept_others = {each.component for each in self._manifest.entries} if self._manifest is not None else set()
+            others = added | {name: str(place) for name, place in roots.items() if name in kept_others}
+            out = store.path_for(self._home, _prefix(start), str(arch))
+            request = writer.Request(
+                str(self._root), str(out), sorted(keys), arch, replace=self._broken, others=others, since=since
+            )
+            writer.begin(request)
+        except Exception:  # the engine serves already
+            log.exception("compiled kernels were not written back")
+
+    def _arch(self, records: list[coverage.Record]) -> int | None:
+        """The GPU's architecture, by what was compiled for it, else by the driver."""
+        told = (record.parts.get("arch") for record in records)
+        arch = next((each for each in told if isinstance(each, int)), None)
         if arch is None:
             seen = gpus.look()
             arch = seen.archs[0] if seen and seen.archs else None
-        if arch is None:
-            return
-        out = store.path_for(self._home, _prefix(start), str(arch))
-        writer.begin(writer.Request(str(self._root), str(out), sorted(keys), arch, replace=self._broken))
+        return arch
 
     def _say(self, start: Start, path: str, why: str, **details: Any) -> None:
         self._said = True
@@ -212,6 +271,12 @@ def _prefix(start: Start) -> str:
     identity = start.engine.identity()
     model = os.path.abspath(identity.model) if os.path.exists(identity.model) else identity.model
     return store.prefix_for(identity.engine, model)
+
+
+def _blob(start: Start) -> str:
+    """Name of what torch's compiler keeps for one rank."""
+    ranks = start.engine.identity().ranks
+    return f"{_prefix(start)}-tp{ranks.tp_rank}-pp{ranks.pp_rank}-dp{ranks.dp_rank}"
 
 
 def _is_private(folder: Path) -> bool:

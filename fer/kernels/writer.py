@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +33,8 @@ class Request:
         keys: entries that the start looked up.
         arch: architecture of the archive's kernels; others are left out.
         replace: the archive that is there could not be read; nothing of it is kept.
+        others: folders of the other caches by component; of these, entries written since ``since`` go in.
+        since: seconds since the epoch.
     """
 
     root: str
@@ -40,6 +42,8 @@ class Request:
     keys: list[str]
     arch: int
     replace: bool = False
+    others: dict[str, str] = field(default_factory=dict)
+    since: float = 0.0
 
 
 def begin(request: Request) -> threading.Thread:
@@ -52,14 +56,18 @@ def begin(request: Request) -> threading.Thread:
         start_new_session=True,
         text=True,
     )
-    thread = threading.Thread(target=_attend, args=(child, request), name="fer-kernels-writer", daemon=True)
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin as told:  # a child that died says so by its code
+        told.write(json.dumps(asdict(request)))
+    child.stdin = None
+    thread = threading.Thread(target=_attend, args=(child,), name="fer-kernels-writer", daemon=True)
     thread.start()
     return thread
 
 
-def _attend(child: subprocess.Popen[str], request: Request) -> None:
-    """Feed it, wait for it, and log what it says."""
-    out, _ = child.communicate(json.dumps(asdict(request)))
+def _attend(child: subprocess.Popen[str]) -> None:
+    """Wait for it, and log what it says."""
+    out, _ = child.communicate()
     try:
         answer: dict[str, Any] = json.loads(out)
     except ValueError:
@@ -86,19 +94,34 @@ def write(request: Request) -> dict[str, Any]:
 
     out, root = Path(request.out), Path(request.root)
     with FileLock(f"{out}.lock", timeout=WAIT_S, mode=0o600):
-        kept: set[str] = set()
+        kept: set[tuple[str, str]] = set()
         with contextlib.suppress(FerError):  # one that cannot even be begun is replaced in any case
-            kept = set() if request.replace else {each.path for each in unpack.peek(out)[0].entries}
-        wanted = kept | set(request.keys) | triton_helpers(root)
+            entries = () if request.replace else unpack.peek(out)[0].entries
+            kept = {(each.component, each.path) for each in entries}
+        wanted = kept | {("triton", path) for path in {*request.keys, *triton_helpers(root)}}
+        for name, folder in request.others.items():
+            wanted |= {(name, path) for path in fresh(name, Path(folder), request.since)}
         if wanted <= kept:
             return {"written": 0, "entries": len(kept)}
-        choice = pack.Choice(archs=(request.arch,), wanted=lambda component, path: path in wanted)
-        if not any(
-            each.path not in kept for each in pack.pack({"triton": root}, out, choice, dry_run=True).manifest.entries
-        ):
+        roots = {"triton": root, **{name: Path(folder) for name, folder in request.others.items()}}
+        choice = pack.Choice(archs=(request.arch,), wanted=lambda component, path: (component, path) in wanted)
+        planned = pack.pack(roots, out, choice, dry_run=True).manifest.entries
+        if {(each.component, each.path) for each in planned} <= kept:
             return {"written": 0, "entries": len(kept)}
-        entries = {each.path for each in pack.pack({"triton": root}, out, choice).manifest.entries}
-        return {"written": len(entries - kept), "entries": len(entries)}
+        written = {(each.component, each.path) for each in pack.pack(roots, out, choice).manifest.entries}
+        return {"written": len(written - kept), "entries": len(written)}
+
+
+def fresh(name: str, root: Path, since: float) -> set[str]:
+    """Complete entries of one of the other caches that were written since a time."""
+    from fer.kernels.registry import REGISTRY
+
+    found = set()
+    for each in REGISTRY[name].complete(root, lambda path: True):
+        with contextlib.suppress(OSError):
+            if max((root / each.path / file).stat().st_mtime for file in each.files) >= since:
+                found.add(each.path)
+    return found
 
 
 def main() -> int:

@@ -50,6 +50,10 @@ def test_a_second_start_in_another_place_compiles_nothing(start: Start, tmp_path
     assert (first["hits"], first["compiled"], first["path"]) == (0, 2, "loaded")
     assert first["details"]["compiled"] == 2
     assert "no kernel of this function is kept" in first["why"]
+    (folder,) = store.starts()
+    records = coverage.read(folder)
+    assert [(record.name, record.hit) for record in records] == [("add", False)] * 2
+    assert all(record.ms > 0 and record.parts["arch"] == 90 for record in records)
     (archive,) = store.archives()
     assert archive.name.endswith(".90.ferkernels")
     assert oct(archive.parent.stat().st_mode)[-3:] == "700"
@@ -106,24 +110,19 @@ def test_a_users_manager_is_reported_and_nothing_is_restored(start: Start) -> No
     assert "is in charge" in answer["why"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "replaced"])
-def test_a_broken_archive_costs_no_more_than_compiling(start: Start, damage: str) -> None:
+def test_a_broken_archive_costs_no_more_than_compiling(start: Start) -> None:
     first = start(blocks=[128])
     (archive,) = store.archives()
-    data = bytearray(archive.read_bytes())
-    if damage == "truncated":
-        del data[len(data) // 2 :]
-    elif damage == "flipped":
-        data[len(data) // 2] ^= 1
-    else:
-        data[:] = b"something else"
-    archive.write_bytes(data)
-    second = start("elsewhere", blocks=[128])
-    assert second["compiled"] == 1
-    assert second["binaries"] == first["binaries"]
-    assert str(archive) in second["why"]
-    assert len(unpack.verify(archive).entries) == 1  # replaced by a sound one
-    assert start("third", blocks=[128])["hits"] == 1
+    sound = archive.read_bytes()
+    flipped = bytearray(sound)
+    flipped[len(sound) // 2] ^= 1
+    for number, data in enumerate((sound[: len(sound) // 2], bytes(flipped), b"something else")):
+        archive.write_bytes(data)
+        answer = start(f"elsewhere{number}", blocks=[128])
+        assert (answer["hits"], answer["compiled"]) == (0, 1)
+        assert answer["binaries"] == first["binaries"]
+        assert str(archive) in answer["why"]
+        assert len(unpack.verify(archive).entries) == 1  # replaced by a sound one
 
 
 def test_an_archive_of_another_triton_is_a_miss_that_says_so(start: Start) -> None:
@@ -188,14 +187,6 @@ def test_kernels_are_prepared_from_what_was_recorded(start: Start) -> None:
     assert second["binaries"] == first["binaries"]
 
 
-def test_records_survive_the_process(start: Start) -> None:
-    start(blocks=BLOCKS)
-    (folder,) = store.starts()
-    records = coverage.read(folder)
-    assert [(record.name, record.hit) for record in records] == [("add", False)] * 2
-    assert all(record.ms > 0 and record.parts["arch"] == 90 for record in records)
-
-
 def test_two_architectures_have_an_archive_each(start: Start) -> None:
     start(blocks=[128])
     start(blocks=[128], arch=100)
@@ -231,3 +222,31 @@ def test_a_closed_home_stops_nothing(start: Start, tmp_path: Path) -> None:
     answer = start(blocks=[128], environ={"FER_HOME": str(tmp_path / "file")})
     assert answer["compiled"] == 1
     assert "not recorded" in answer["why"]
+
+
+def test_other_caches_come_back_too(start: Start, tmp_path: Path) -> None:
+    """What an engine adds to DeepGEMM's cache during a start is written back and restored with the kernels."""
+    old = tmp_path / "dg" / "cache" / "kernel.old.aa"
+    old.mkdir(parents=True)
+    (old / "kernel.cubin").write_bytes(made.binary())
+    (old / "kernel.cu").write_text("source")
+    for path in (*old.iterdir(), old):
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+    start(blocks=[128], deep_gemm="kernel.gemm.ab", environ={"SGLANG_DG_CACHE_DIR": str(tmp_path / "dg")})
+    (archive,) = store.archives()
+    found = [(each.component, each.path) for each in unpack.verify(archive).entries if each.component != "triton"]
+    assert found == [("deepgemm", "cache/kernel.gemm.ab")]  # what was there before is another engine's
+    second = start("elsewhere", blocks=[128], environ={"SGLANG_DG_CACHE_DIR": str(tmp_path / "dg2")})
+    assert second["details"]["restored"] == 2
+    assert (tmp_path / "dg2" / "cache" / "kernel.gemm.ab" / "kernel.cubin").read_bytes() == made.binary()
+
+
+def test_a_source_is_restored_where_nothing_is_kept(start: Start, tmp_path: Path) -> None:
+    start(blocks=[128])
+    (archive,) = store.archives()
+    source = archive.rename(tmp_path / "published.ferkernels")
+    answer = start("elsewhere", blocks=[128], options={"kernels_source": str(source)})
+    assert (answer["hits"], answer["compiled"], answer["path"]) == (1, 0, "restored")
+    missing = start("third", blocks=[128], options={"kernels_source": f"{source}@sha256:{'0' * 64}"}, model="other")
+    assert missing["compiled"] == 1
+    assert "not what it must be" in missing["why"]

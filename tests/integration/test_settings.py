@@ -141,6 +141,12 @@ def test_kernels(put: Set, folder: Path) -> None:
     assert _other_stages(folder) == {"kernels": "off", "distinit": "absent", "cudagraph": "absent"}
 
 
+def test_kernels_source(put: Set) -> None:
+    """What it does is tested with the kernels' stage; here it is on its way there."""
+    put(kernels_source="s3://bucket/a.ferkernels")
+    assert Options.load().kernels_source == "s3://bucket/a.ferkernels"
+
+
 def test_cudagraph(put: Set, folder: Path) -> None:
     put(weights=False, cudagraph=False)
     assert _other_stages(folder) == {"kernels": "absent", "distinit": "absent", "cudagraph": "off"}

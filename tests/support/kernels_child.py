@@ -6,6 +6,8 @@
     arch         90
     jit          True: through a warm-up of the function, as a call does; False: through the compiler alone
     warm         True: wait for the preparation of kernels before the first lookup
+    deep_gemm    name of a kernel that DeepGEMM builds meanwhile
+    options      settings of the start
 """
 
 from __future__ import annotations
@@ -51,11 +53,26 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"imported": imported, "run_s": seconds, "binaries": []}
     if request.get("blocks"):
         answer |= compile_all(request)
+    if name := request.get("deep_gemm"):
+        write_deep_gemm(name)
     stage.finish(start)
     told = start.report.stages["kernels"]
+    wait_for("fer-kernels-finish")
     wait_for("fer-kernels-writer")
     kept = {"cache": os.environ.get("TRITON_CACHE_DIR"), "manager": os.environ.get("TRITON_CACHE_MANAGER")}
     return {**answer, **kept, "path": told.path, "why": told.why, "details": dict(told.details)}
+
+
+def write_deep_gemm(name: str) -> None:
+    """What DeepGEMM leaves of one kernel."""
+    from pathlib import Path
+
+    from tests.support import kernel_entries as made
+
+    folder = Path(os.environ["SGLANG_DG_CACHE_DIR"], "cache", name)
+    folder.mkdir(parents=True)
+    (folder / "kernel.cu").write_text("source")
+    (folder / "kernel.cubin").write_bytes(made.binary())
 
 
 def compile_all(request: dict[str, Any]) -> dict[str, Any]:
