@@ -22,7 +22,7 @@ from typing import Any
 SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256]
 LENGTH = 512
 PROMPTS = [[1, 5, 9, 200, 31], [1, 7], [1, 44, 300, 8, 90, 17, 6]]
-RESTORES = 3
+RESTORES = 2
 
 
 def make(folder: Path, layers: int) -> None:

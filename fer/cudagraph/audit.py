@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -126,29 +127,52 @@ def audit(
             not the driver knows it now.
         ignore: takes a kernel's name; True where what it is called does not count against it (tests).
     """
-    reasons: dict[str, int] = {}
+    nodes = audit_nodes(tables, graph, ignore=ignore)
+    return nodes + audit_pointers(tables, graph, owners, oracle, span=span)[0]
 
-    def refuse(reason: str) -> None:
-        reasons[reason] = reasons.get(reason, 0) + 1
 
+def audit_nodes(tables: Tables, graph: Graph, *, ignore: Callable[[str], bool] | None = None) -> list[Refusal]:
+    """Reasons that lie in what nodes are and what kernels are called; quick, and enough to say what may be replayed."""
+    reasons: list[str] = []
     for index in np.flatnonzero(~np.isin(graph.nodes["kind"], list(SUPPORTED))).tolist():
         kind = int(graph.nodes["kind"][index])
-        refuse(f"{KINDS.get(kind, f'unknown ({kind})')} node")
+        reasons.append(f"{KINDS.get(kind, f'unknown ({kind})')} node")
     for function in np.unique(graph.nodes["function"][graph.nodes["kind"] == KERNEL]).tolist():
-        for reason in _function_trouble(tables, function, ignore):
-            refuse(reason)
+        reasons += _function_trouble(tables, function, ignore)
     for chosen in np.unique(graph.nodes["attributes"]).tolist():
         if chosen >= 0 and _updatable(tables.attributes[chosen]):
-            refuse("device-updatable node")
-    for reason in _copies(graph):
-        refuse(reason)
-    for reason in _pointers(tables, graph, owners, oracle, span):
-        refuse(reason)
-    refusals = [Refusal(graph.name, reason, count) for reason, count in reasons.items()]
-    for child in graph.nodes["child"][graph.nodes["child"] >= 0].tolist():
-        inner = audit(tables, tables.graphs[child], owners, oracle, span=span, ignore=ignore)
-        refusals += [Refusal(graph.name, f"in a child graph: {each.reason}", each.count) for each in inner]
+            reasons.append("device-updatable node")
+    reasons += _copies(graph)
+    refusals = _counted(graph, reasons)
+    for child in _children(graph):
+        refusals += _inner(graph, audit_nodes(tables, tables.graphs[child], ignore=ignore))
     return refusals
+
+
+def audit_pointers(
+    tables: Tables, graph: Graph, owners: Owners, oracle: Oracle, *, span: tuple[int, int]
+) -> tuple[list[Refusal], set[str]]:
+    """Reasons that lie in what parameters point to, and the names of the owners they do point into."""
+    words, where = _words(graph)
+    refusals = _counted(graph, _pointers(tables, graph, words, where, owners, oracle, span))
+    used = owners.touched(words)
+    for child in _children(graph):
+        inner, more = audit_pointers(tables, tables.graphs[child], owners, oracle, span=span)
+        refusals += _inner(graph, inner)
+        used |= more
+    return refusals, used
+
+
+def _counted(graph: Graph, reasons: Iterable[str]) -> list[Refusal]:
+    return [Refusal(graph.name, reason, count) for reason, count in Counter(reasons).items()]
+
+
+def _children(graph: Graph) -> list[int]:
+    return [int(child) for child in graph.nodes["child"] if child >= 0]
+
+
+def _inner(graph: Graph, refusals: Iterable[Refusal]) -> list[Refusal]:
+    return [Refusal(graph.name, f"in a child graph: {each.reason}", each.count) for each in refusals]
 
 
 def module_refusals(tables: Tables, graph: Graph) -> list[Refusal]:
@@ -159,14 +183,6 @@ def module_refusals(tables: Tables, graph: Graph) -> list[Refusal]:
         trouble = tables.images[function.image].trouble if function.image >= 0 else ""
         if trouble:
             found.append(Refusal(graph.name, f"kernel {function.name}: {trouble}"))
-    return found
-
-
-def uses(tables: Tables, graph: Graph, owners: Owners) -> set[str]:
-    """Names of the owners that a graph's parameters, and its children's, point into."""
-    found = owners.touched(_words(graph)[0])
-    for child in graph.nodes["child"][graph.nodes["child"] >= 0].tolist():
-        found |= uses(tables, tables.graphs[child], owners)
     return found
 
 
@@ -209,8 +225,9 @@ def _copies(graph: Graph) -> list[str]:
     return found
 
 
-def _pointers(tables: Tables, graph: Graph, owners: Owners, oracle: Oracle, span: tuple[int, int]) -> list[str]:
-    words, where = _words(graph)
+def _pointers(
+    tables: Tables, graph: Graph, words: Array, where: Array, owners: Owners, oracle: Oracle, span: tuple[int, int]
+) -> list[str]:
     likely = (words >= _LOWEST) & (words < _HIGHEST) & ~owners.covers(words)
     words, where = words[likely], where[likely]
     ours = (words >= span[0]) & (words < span[1])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fer.cudagraph.probe import CLOSE, NUMBERS, fill_pattern, replay_digest
+from fer.cudagraph.probe import CLOSE, NUMBERS, fill_pattern, judge, replay_probe
 from fer.cudagraph.restore import outputs_of
 from fer.engines.graphs import DEEP, SHALLOW
 from fer.errors import FerError
@@ -22,7 +23,7 @@ def check(
 
     Args:
         golden: digests of the probes for this checkpoint; None where other weights were in place when the graphs were
-            saved. Graphs without digests are compared with one eager step.
+            saved, and graphs are compared with one eager step.
         deep: replay the deep probes too. The cache is filled for them, and zeros afterwards.
     """
     assert plan.archive is not None
@@ -44,14 +45,15 @@ def check(
 def _of(plan: Plan, graphs: DecodeGraphs, name: str, number: int, golden: Sequence[str] | None) -> dict[str, str]:
     assert plan.archive is not None
     size, graph = int(name.rpartition("/")[2]), plan.ready.graphs[name]
-    recorded = golden[NUMBERS.index(number)] if golden else ""
     try:
         outputs = outputs_of(plan.archive, name, f"cuda:{plan.device.ordinal}", plan.ranges)
-        if recorded:
-            same = replay_digest(graphs, size, number, graph.replay, outputs) == recorded
-            return {} if same else {name: "its outputs are not the recorded ones"}
-        unlike = str(number) in plan.archive.facts["unlike"].get(name, {})
-        why = _beside_eager(graphs, size, number, graph, outputs, whole_numbers=not unlike)
+        if golden:
+            recorded = golden[NUMBERS.index(number)]
+            replay = partial(replay_probe, graphs, size, number, graph.replay)
+            why = judge(plan.archive, name, number, recorded, outputs, replay)
+        else:
+            unlike = str(number) in plan.archive.facts["unlike"].get(name, {})
+            why = _beside_eager(graphs, size, number, graph, outputs, whole_numbers=not unlike)
     except (FerError, RuntimeError, KeyError) as error:
         why = f"its outputs could not be compared: {error}"
     return {name: why} if why else {}

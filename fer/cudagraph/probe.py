@@ -41,11 +41,15 @@ SAMPLES: Final = 1024
 CLOSE: Final = 5e-2
 """Difference that passes, relative to an output's largest element: a wrong pointer is off by more than rounding."""
 
+TRIES: Final = 8
+"""Replays until one gives the recorded bits; all alike and none of them right means a wrong graph."""
+
 ON_HOST: Final = 4 << 20
 """Bytes of outputs up to which a digest is made on the host."""
 
 NUMBERS: Final = (DEEP, SHALLOW)
 
+Replay = Callable[[], None]
 Digest = tuple[str, str]
 """Of the deep and of the shallow probe; ``""`` for one that was not made or that two native replays disagree on."""
 
@@ -168,28 +172,40 @@ def sample_of(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def far_from(outputs: Mapping[str, torch.Tensor], archive: Archive, graph: str, number: int) -> str:
-    """How the outputs of a probe that has no digest are out of reach of what was recorded; ``""`` if they are not.
+def judge(
+    archive: Archive, graph: str, number: int, recorded: str, outputs: Mapping[str, torch.Tensor], replay: Replay
+) -> str:
+    """Whether a graph does what it did when it was recorded: why not, ``""`` if it does.
 
-    Kernels that add in no fixed order (attention, split products, scattered experts) differ from run to run in the last
-    bits, and whole numbers chosen by comparing such values may differ as well: those are not compared.
+    Args:
+        recorded: the digest of the probe, ``""`` where native replays differed.
+        replay: puts the probe's inputs in place, replays, and waits.
+
+    One replay that gives the recorded bits is proof, since no wrong pointer does. Kernels that add in no fixed order
+    (attention, split products, scattered experts) may need several, or never give the same bits twice; then a sample of
+    the outputs has to be near. Whole numbers chosen by comparing such values are not compared.
     """
     import torch
 
-    spread = archive.facts["unlike"].get(graph, {}).get(str(number))
-    if spread is None:
-        return "two native replays differ: its outputs cannot be compared"
-    samples = sample_of(outputs)
-    prefix = sample_name(graph, number)
+    found = set()
+    for _ in range(TRIES):
+        replay()
+        found.add(text_of(outputs))
+        if recorded in found:
+            return ""
+    if recorded and len(found) == 1:
+        return "its outputs are not the recorded ones"
+    spread = archive.facts["unlike"].get(graph, {}).get(str(number), 0.0)
+    samples, prefix, compared = sample_of(outputs), sample_name(graph, number), False
     for content in archive.contents:
         if content.name.startswith(prefix):
-            label = content.name.removeprefix(prefix)
-            recorded = torch.frombuffer(bytearray(content.data), dtype=torch.float32)
-            away = float((samples[label].cpu() - recorded).abs().max())
-            allowed = max(CLOSE * float(recorded.abs().max()), 4 * spread)
+            label, compared = content.name.removeprefix(prefix), True
+            wanted = torch.frombuffer(bytearray(content.data), dtype=torch.float32)
+            away = float((samples[label].cpu() - wanted).abs().max())
+            allowed = max(CLOSE * float(wanted.abs().max()), 4 * spread)
             if not away <= allowed:
                 return f"its output {label} is {away:.3g} away from the recorded one, {allowed:.3g} would pass"
-    return ""
+    return "" if compared else "its replays differ, and no output of it can be compared"
 
 
 def write_inputs(cuda: Cuda, contents: Sequence[Content], graph: str, number: int) -> None:
@@ -256,19 +272,25 @@ class Native:
         return {name: (texts.get((name, DEEP), ""), texts.get((name, SHALLOW), "")) for name in self.replays}
 
     def samples(self) -> tuple[dict[str, dict[str, float]], list[Content]]:
-        """Of probes without a digest: how far apart replays were, by graph and number, and what one of them gave."""
+        """How far apart replays of a probe were where they differed, by graph and number; a sample of every probe."""
+        import torch
+
         spreads: dict[str, dict[str, float]] = {}
-        contents = []
+        labels: list[str] = []
+        values: list[torch.Tensor] = []
+        for (name, number), found in self._found.items():
+            for label, sample in found[0][1].items():
+                labels.append(f"{sample_name(name, number)}{label}")
+                values.append(sample)
         for number in self.numbers:
             for name in sorted(self.unlike(number)):
                 first, second = (sample for _, sample in self._found[name, number][:2])
                 far = [float((first[label] - second[label]).abs().max()) for label in first]
-                if far:
-                    spreads.setdefault(name, {})[str(number)] = max(far)
-                for label, values in first.items():
-                    data = values.cpu().numpy().tobytes()
-                    contents.append(Content(f"{sample_name(name, number)}{label}", 0, data))
-        return spreads, contents
+                spreads.setdefault(name, {})[str(number)] = max(far, default=0.0)
+        whole = torch.cat(values).cpu().numpy() if values else np.zeros(0, "<f4")
+        ends = np.cumsum([len(each) for each in values], dtype=np.int64).tolist()
+        parts = zip(labels, [0, *ends], ends, strict=False)
+        return spreads, [Content(label, 0, whole[start:end].tobytes()) for label, start, end in parts]
 
     def _keep_inputs(self, name: str, number: int) -> None:
         import torch
@@ -291,13 +313,20 @@ class Native:
         return found
 
 
-def replay_digest(
-    graphs: DecodeGraphs, size: int, number: int, replay: Callable[[], None], outputs: Mapping[str, torch.Tensor]
-) -> str:
-    """The digest of one probe of a graph that an engine has. The cache must hold the pattern for a deep one."""
+def replay_probe(graphs: DecodeGraphs, size: int, number: int, replay: Callable[[], None]) -> None:
+    """One probe of a graph that an engine has. The cache must hold the pattern for a deep one."""
     import torch
 
     with torch.inference_mode():
         graphs.fill(size, number)
         replay()
-        return text_of(outputs)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def replay_digest(
+    graphs: DecodeGraphs, size: int, number: int, replay: Callable[[], None], outputs: Mapping[str, torch.Tensor]
+) -> str:
+    """The digest of what :func:`replay_probe` leaves."""
+    replay_probe(graphs, size, number, replay)
+    return text_of(outputs)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -199,7 +199,8 @@ def _compare(
     Returns:
         The graph after which the context was lost, ``""`` if it is well.
     """
-    from fer.cudagraph.probe import NUMBERS, digest_of, far_from, fill_pattern, hexed
+    from fer.cudagraph.probe import NUMBERS, fill_pattern, judge
+    from fer.cudagraph.restore import outputs_of
     from fer.engines.graphs import DEEP
 
     kv = archive.facts["kv"]
@@ -214,11 +215,8 @@ def _compare(
         for name, graph in ready.items():
             recorded = golden.get(name, ("", ""))[NUMBERS.index(number)]
             try:
-                outputs = _outputs(archive, cuda, name, number, graph, ranges)
-                if recorded:
-                    why = "" if hexed(digest_of(outputs)) == recorded else "its outputs are not the recorded ones"
-                else:
-                    why = far_from(outputs, archive, name, number)
+                outputs = outputs_of(archive, name, f"cuda:{ranges.device.ordinal}", ranges)
+                why = judge(archive, name, number, recorded, outputs, _replay(archive, cuda, name, number, graph))
                 if why:
                     wrong[name] = why
             except (FerError, RuntimeError) as error:  # torch's word for an illegal access; it stays for good
@@ -227,16 +225,15 @@ def _compare(
     return ""
 
 
-def _outputs(archive: Archive, cuda: Cuda, name: str, number: int, graph: Any, ranges: Ranges) -> Mapping[str, Any]:
-    import torch
+def _replay(archive: Archive, cuda: Cuda, name: str, number: int, graph: Any) -> Callable[[], None]:
+    def replay() -> None:
+        write_inputs(cuda, archive.probes, name, number)
+        graph.replay()
+        cuda.call("synchronize")
 
     from fer.cudagraph.probe import write_inputs
-    from fer.cudagraph.restore import outputs_of
 
-    write_inputs(cuda, archive.probes, name, number)
-    graph.replay()
-    torch.cuda.synchronize()
-    return outputs_of(archive, name, f"cuda:{ranges.device.ordinal}", ranges)
+    return replay
 
 
 def _attach(request: Request, archive: Archive) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fer.cudagraph import archive as archives
 from fer.cudagraph.archive import Archive, Content
-from fer.cudagraph.audit import Owner, Owners, Refusal, audit, module_refusals, summarize, uses
+from fer.cudagraph.audit import Owner, Owners, Refusal, audit_nodes, audit_pointers, module_refusals, summarize
 from fer.cudagraph.capture import Captured, blocks_of
 from fer.cudagraph.probe import NUMBERS, PATTERN, Native, alias, fill_pattern, probe_name, sample_name
 from fer.cudagraph.record import Functions, oracle
@@ -134,7 +134,7 @@ class _Saving:
         self.used: dict[str, set[str]] = {}
 
     def read(self) -> None:
-        """Walk and audit every graph; the GPU replays one that passed while the next one is read."""
+        """Walk and audit every graph; meanwhile the GPU replays those that it may."""
         native = self.native
         if self.slab:
             fill_pattern(self.cuda, self.ranges.kv.address, self.ranges.kv.mapped)
@@ -142,18 +142,18 @@ class _Saving:
             name = name_of(size)
             with _timed(self.saved, "walk"):
                 graph = self._walk(size)
-            if graph is None:
-                continue
-            with _timed(self.saved, "audit"):
-                self.audited[name] = audit(self.tables, graph, self.owners, self.ask, span=self.ranges.span)
-            if not self.audited[name]:
-                native.launch(name, native.numbers[0], times=2)
+            if graph is not None:
+                self.audited[name] = audit_nodes(self.tables, graph)
+                if not self.audited[name]:
+                    native.launch(name, native.numbers[0], times=2)
         unlike = native.unlike(native.numbers[0])  # of those it must be known what the other probe is worth
         for name, refusals in self.audited.items():
             for number in () if refusals else native.numbers[1:]:
                 native.launch(name, number, times=2 if name in unlike else 1)
-            with _timed(self.saved, "uses"):
-                self.used[name] = uses(self.tables, self._top(name), self.owners)
+            with _timed(self.saved, "audit"):
+                found = audit_pointers(self.tables, self._top(name), self.owners, self.ask, span=self.ranges.span)
+                refusals += found[0]
+                self.used[name] = found[1]
 
     def empty_cache(self) -> None:
         """Leave the cache as it was: a fresh one is zeros."""

@@ -205,20 +205,20 @@ def _kernels(
 
 
 def _attributes(cuda: Cuda, handles: list[int], tables: Tables) -> list[int]:
-    scratch = np.zeros(len(ATTRIBUTE_IDS), ATTRIBUTE)
-    base, read, intern = address(scratch), cuda.kernel_attribute, tables.attribute_set
-    # Each row is the status, then the union.
-    places = [(number, base + row * ATTRIBUTE.itemsize + 8) for row, number in enumerate(ATTRIBUTE_IDS)]
-    empty = bytes(scratch.nbytes)
-    indices = []
-    for node in handles:
-        memmove(base, empty, len(empty))  # the driver writes only the member of the union that it means
-        for row, (number, place) in enumerate(places):
+    answers = np.zeros((len(handles), len(ATTRIBUTE_IDS)), ATTRIBUTE)
+    place, size, read = address(answers) + 8, ATTRIBUTE.itemsize, cuda.kernel_attribute
+    failed: list[tuple[int, int]] = []
+    for node in handles:  # each answer is the status, then the union, of which the driver writes what it means
+        for number in ATTRIBUTE_IDS:
             code = read(node, number, place)
             if code:
-                scratch["status"][row] = code
-        indices.append(intern(scratch.tobytes()))
-    return indices
+                failed.append((place - 8 - address(answers), code))
+            place += size
+    flat = answers.reshape(-1)
+    for offset, code in failed:
+        flat["status"][offset // size] = code
+    text, step = answers.tobytes(), len(ATTRIBUTE_IDS) * size
+    return [tables.attribute_set(text[at : at + step]) for at in range(0, len(text), step)]
 
 
 def _set_attributes(

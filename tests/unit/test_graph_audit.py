@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fer.cudagraph import archive as archives
-from fer.cudagraph.audit import Owner, Owners, Refusal, audit, module_refusals, summarize, uses
+from fer.cudagraph.audit import Owner, Owners, Refusal, audit, audit_pointers, module_refusals, summarize
 from fer.cudagraph.records import (
     ATTRIBUTE,
     ATTRIBUTE_IDS,
@@ -160,7 +160,9 @@ def test_what_a_graph_uses_is_named_by_all_its_owners() -> None:
     apart = Owner("scratch/0", KV.address + (4 << 20), 512)
     owners = Owners([KV, inside, apart])
     tables = kernel(KV.address + 8192 - 1, 7, NOWHERE)
-    assert uses(tables, tables.graphs[0], owners) == {"kv", "tensor/view"}
+    refusals, used = audit_pointers(tables, tables.graphs[0], owners, oracle, span=SPAN)  # type: ignore[arg-type]
+    assert used == {"kv", "tensor/view"}
+    assert "outside the arena" in str(refusals[0])
     assert owners.touched(np.array([KV.address + 8192, apart.address], "<u8")) == {"kv", "scratch/0"}
     assert owners.touched(np.zeros(0, "<u8")) == set()
     assert Owners([]).touched(np.array([5], "<u8")) == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 
 from fer.cudagraph import archive as archives
 from fer.cudagraph import images
+from fer.cudagraph.archive import Archive, Content
 from fer.cudagraph.audit import Owner
 from fer.cudagraph.capture import Captured
 from fer.cudagraph.cupti import Seen
-from fer.cudagraph.probe import far_from, replay_digest
+from fer.cudagraph.probe import judge, replay_digest, text_of
+from fer.cudagraph.records import Tables
 from fer.cudagraph.restore import Restorer, outputs_of, place
 from fer.cudagraph.save import Saved, save, tensors
 from fer.engines.graphs import SHALLOW
@@ -176,12 +179,51 @@ def test_a_graph_whose_replays_differ_is_compared_by_samples(world: World) -> No
     assert golden["decode/4"] == ["", ""]
     assert len(golden["decode/8"][1]) == 64
     assert archive.facts["unlike"] == {"decode/4": {"0": 1 / 64}}
-    assert [each.name for each in archive.contents if each.name.startswith("sample/")] == ["sample/decode/4/0/y"]
-    near, far = {"y": graph.outputs["y"] * 0 + 8.3}, {"y": graph.outputs["y"] * 0 + 9}
-    assert far_from(near, archive, "decode/4", SHALLOW) == ""
-    assert "1 away" in far_from(far, archive, "decode/4", SHALLOW)
-    assert "away" in far_from({"y": far["y"] * float("nan")}, archive, "decode/4", SHALLOW)
-    assert "cannot be compared" in far_from(near, archive, "decode/8", SHALLOW)
+    assert [each.name for each in archive.contents if each.name.startswith("sample/")] == [
+        "sample/decode/4/0/y", "sample/decode/8/0/y",
+    ]  # fmt: skip
+
+
+class Replays:
+    """Outputs that take these values one after another, the last one for ever."""
+
+    def __init__(self, *values: float) -> None:
+        self.values, self.count = list(values), 0
+        self.outputs = {"y": torch.zeros(4, 4)}
+
+    def __call__(self) -> None:
+        self.outputs["y"].fill_(self.values[min(self.count, len(self.values) - 1)])
+        self.count += 1
+
+
+@pytest.mark.parametrize(
+    ("values", "recorded", "verdict"),
+    [
+        ([8.0], 8.0, ""),
+        ([8.25, 8.0], 8.0, ""),  # not reproducible, and right
+        ([8.25, 8.5], 8.0, "0.5 away"),  # never the recorded bits, and not near either
+        ([8.25, 8.125], 8.0, ""),
+        ([8.125], 8.0, "not the recorded ones"),  # reproducible, so the bits must be right
+        ([8.125, 8.25], None, ""),  # native replays differed too
+        ([9.0], None, "1 away"),
+        ([math.nan], None, "nan away"),
+    ],
+)
+def test_a_graph_is_right_by_its_bits_or_not_reproducible_and_near(
+    values: list[float], recorded: float | None, verdict: str
+) -> None:
+    sample = Content("sample/decode/4/0/y", 0, struct.pack("<16f", *[8.0] * 16))
+    archive = Archive(Tables(), {"unlike": {"decode/4": {"0": 0.05}}}, [sample])
+    replays = Replays(*values)
+    wanted = "" if recorded is None else text_of({"y": torch.full((4, 4), recorded)})
+    found = judge(archive, "decode/4", SHALLOW, wanted, replays.outputs, replays)
+    assert (verdict in found) if verdict else found == ""
+    assert replays.count <= 8
+
+
+def test_nothing_to_compare_is_not_right() -> None:
+    archive = Archive(Tables(), {"unlike": {}})
+    assert "no output" in judge(archive, "decode/4", SHALLOW, "", Replays(1.0, 2.0).outputs, Replays(1.0, 2.0))
 
 
 def test_unowned_pointers_refuse_their_graph_alone(world: World) -> None:
