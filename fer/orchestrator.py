@@ -93,8 +93,8 @@ def _load_weights(start: stages.Start, graphs: stages.Wide | None, *, tokenizer:
     if tokenizer:
         with report.phase("tokenizer"):
             engine.load_tokenizer()
-    before = stages.before_weights()
     with report.phase("kernels"):
+        before = stages.before_weights()
         _run(start, before)
     with report.phase("weights"):
         _run(start, [weights])

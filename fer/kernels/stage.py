@@ -14,25 +14,15 @@ Triton is not imported for any of it. Whatever fails here, the engine compiles a
 from __future__ import annotations
 
 import logging
-import os
-import threading
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from fer.errors import FerError
-from fer.kernels import coverage, gpus, hooks, places, store
-from fer.paths import check_private
 from fer.stages import Stage, Start
 
 if TYPE_CHECKING:
-    from fer.kernels.manifest import Manifest
-    from fer.kernels.unpack import Outcome
+    from fer.kernels.session import Session
 
 log = logging.getLogger("fer")
-_WAIT_S: Final = 60.0
-_FETCH_S: Final = 30.0
-_TOLD: Final = 3
-"""Reasons told in the stage's line; the record has all."""
 
 
 class KernelsStage(Stage):
@@ -41,248 +31,41 @@ class KernelsStage(Stage):
     name = "kernels"
 
     def __init__(self) -> None:
-        self._home: Path | None = None
-        self._root: Path | None = None
-        self._record: Path | None = None
-        self._manifest: Manifest | None = None
-        self._outcome: Outcome | None = None
-        self._why: list[str] = []
-        self._manager = ""
-        self._broken = False
-        self._trusted = True
-        self._said = False
+        self._session: Session | None = None
 
     def run(self, start: Start) -> None:
         """Everything that has to happen before the first kernel."""
         if not start.options.kernels or start.options.mode == "off":
             self._say(start, "off", "kernels=false" if start.options.mode != "off" else "mode=off")
-        elif not start.engine.device.startswith("cuda"):
+            return
+        if not start.engine.device.startswith("cuda"):
             self._say(start, "absent", "the engine runs on the CPU; nothing is compiled for a GPU")
-        else:
-            try:
-                self._begin(start)
-            except FerError as error:
-                self._why.append(str(error))
-            except Exception as error:  # a bug of ours must not take down an engine
-                self._why.append(f"bug in FER, please report: {type(error).__name__}: {error}")
-                log.exception("the kernels' stage failed before the first kernel")
+            return
+        from fer.kernels.session import Session
+
+        self._session = Session()
+        try:
+            self._session.begin(start)
+        except FerError as error:
+            self._session.note(str(error))
+            log.warning("%s", error)
+        except Exception as error:  # a bug of ours must not take down an engine
+            self._session.note(_bug(error))
+            log.exception("the kernels' stage failed before the first kernel")
 
     def finish(self, start: Start) -> None:
         """After the first token: what was found, what was compiled and why; and the archive gets what it lacks."""
-        if self._said:
+        if self._session is None:
             return
         try:
-            records = coverage.read(self._record) if self._record is not None else []
-            summary = coverage.summary(records, self._kept_parts())
-            self._tell(start, summary)
-            if self._root is not None and not self._manager:
-                # No daemon: a program that ends now waits until the writer has been told what to write.
-                threading.Thread(target=self._write_back, args=(start, records), name="fer-kernels-finish").start()
+            self._session.finish(start)
         except Exception as error:  # as above: the engine serves already
             log.exception("the kernels' stage failed after the first token")
-            self._say(start, "loaded", f"bug in FER, please report: {type(error).__name__}: {error}")
-
-    # -- before the first kernel
-
-    def _begin(self, start: Start) -> None:
-        self._home = start.options.home
-        with start.report.step("kernels: look around") as span:
-            place = places.choose(os.environ, home=self._home)
-            self._root = place.path
-            for path, why in place.refused.items():
-                self._why.append(f"{path} is not used: {why}")
-                log.warning("compiled kernels go to %s, not to %s: %s", place.path, path, why)
-            # For children, and for torch's compiler, which would choose a folder of its own.
-            os.environ[places.VARIABLE] = str(place.path)
-            self._manager = hooks.install(home=self._home).manager
-            if self._manager:
-                self._why.append(self._manager)
-            self._record = self._new_record()
-            span.details["cache"] = str(place.path)
-        archive = self._archive(start)
-        if archive is not None and not self._manager:
-            with start.report.step("kernels: restore") as span:
-                self._restore(archive)
-                span.details["restored"] = len(self._outcome.restored) if self._outcome else 0
-        self._compiler(start)
-        if why := places.lacks_compiler(os.environ, self._root, helpers_fit=self._misfit()):
-            self._why.append(why)
-            log.warning("%s", why)
-
-    def _new_record(self) -> Path | None:
-        """A folder for this start's records, told to children; a start among ranks' children keeps its parent's."""
-        try:
-            made = store.new_start(self._home)
-        except (OSError, FerError) as error:
-            self._why.append(f"compilations are not recorded: {error}")
-            return None
-        os.environ[coverage.VARIABLE] = str(made)
-        return made
-
-    def _archive(self, start: Start) -> Path | None:
-        """The archive for the GPU that is here; None where there is none. Looks for the GPU only if there is one."""
-        found = store.of_prefix(self._home, _prefix(start))
-        if found:
-            seen = gpus.look()
-            archs = [str(arch) for arch in seen.archs] if seen else list(found)
-            fitting = next((found[arch] for arch in archs if arch in found), None)
-            if fitting is not None:
-                self._trusted = _is_private(fitting.parent)
-                return fitting
-        return self._fetched(start.options.kernels_source) if start.options.kernels_source else None
-
-    def _fetched(self, text: str) -> Path | None:
-        """The archive of the settings' source; whoever pins its content by a digest vouches for code in it."""
-        from fer.kernels import remote
-
-        try:
-            source = remote.Source.of(text)
-            self._trusted = bool(source.digest)
-            return remote.fetch(source, home=self._home, timeout_s=_FETCH_S)
-        except (FerError, OSError) as error:
-            self._why.append(f"kernels_source: {error}")
-            log.warning("kernels are compiled, or found here: %s", error)
-            return None
-
-    def _restore(self, archive: Path) -> None:
-        # Here and not above: a start without an archive pays for nothing.
-        from filelock import FileLock, Timeout
-
-        from fer.kernels import compat, unpack, warm
-
-        assert self._root is not None
-        try:
-            # One rank of a host unpacks, the others wait and find everything in place.
-            with FileLock(f"{archive}.lock", timeout=_WAIT_S, mode=0o600):
-                terms = unpack.Terms(
-                    code="take" if self._trusted else "skip",
-                    here=lambda made: compat.live(ask_triton=False, host=bool(made.host), home=self._home),
-                    glance=True,
-                )
-                self._outcome = unpack.unpack(archive, self._roots(), terms)
-        except Timeout:
-            self._why.append(f"another process held {archive} for {_WAIT_S:.0f} s")
-            return
-        except FerError as error:
-            self._why.append(str(error))
-            self._broken = True
-            log.warning("kernels are compiled as usual: %s", error)
-            return
-        manifest = self._manifest = self._outcome.manifest
-        usable = {*self._outcome.restored, *self._outcome.kept, *self._outcome.healed}
-        known = (manifest.parts_of(each) for each in manifest.entries if each.path in usable)
-        warm.begin(warm.specializations(known))
-
-    def _roots(self) -> dict[str, Path]:
-        """Folders of all caches, as far as they have a place."""
-        from fer.kernels.registry import REGISTRY
-
-        assert self._root is not None
-        places = {name: component.where(os.environ) for name, component in REGISTRY.items()}
-        return {name: place for name, place in places.items() if place is not None} | {"triton": self._root}
-
-    def _compiler(self, start: Start) -> None:
-        """What torch's compiler kept in an earlier start, back into it; its kernels are in Triton's cache."""
-        root = store.folder(self._home) / "inductor"
-        if not (root / _blob(start)).is_dir():
-            return
-        from fer.kernels import inductor
-
-        with start.report.step("kernels: torch's compiler"):
-            loaded = inductor.load(root, _blob(start), self._root)
-        if loaded is not None and loaded.missing:
-            self._why.append(f"torch's artifacts are back, {len(loaded.missing)} of their kernels are not")
-
-    def _misfit(self) -> str:
-        """How the archive's host libraries differ from this installation, where it has some that were skipped."""
-        if self._outcome is None:
-            return ""
-        code = {each.path for each in self._outcome.manifest.entries if each.code}
-        return next((why for path, why in self._outcome.skipped.items() if path in code), "")
-
-    # -- after the first token
-
-    def _kept_parts(self) -> list[dict[str, Any]]:
-        if self._manifest is None:
-            return []
-        return [self._manifest.parts_of(each) for each in self._manifest.entries]
-
-    def _tell(self, start: Start, summary: coverage.Summary) -> None:
-        outcome = self._outcome
-        usable = outcome.usable if outcome else 0
-        why = list(self._why)
-        if outcome and outcome.skipped:
-            why.append(f"{len(outcome.skipped)} not used: {next(iter(outcome.skipped.values()))}")
-        why += [f"{name} compiled: {reason}" for name, reason in summary.missed[:_TOLD]]
-        if not (summary.compiled or summary.hits or why):
-            why.append("no kernel was asked for")
-        self._say(
-            start,
-            "restored" if usable else "loaded",
-            "; ".join(why),
-            kept=usable,
-            restored=len(outcome.restored) if outcome else 0,
-            hits=summary.hits,
-            compiled=summary.compiled,
-            compile_s=round(summary.compile_ms / 1e3, 6),
-            record=str(self._record or ""),
-        )
-
-    def _write_back(self, start: Start, records: list[coverage.Record]) -> None:
-        """In a thread: what the start added to any cache goes into the archive, by a process of its own."""
-        try:
-            from fer.kernels import inductor, writer
-
-            assert self._root is not None
-            keys = {record.key for record in records}
-            inductor.save(store.folder(self._home) / "inductor", _blob(start), keys)
-            kept = {each.path for each in self._manifest.entries} if self._manifest is not None else set()
-            roots = {name: place for name, place in self._roots().items() if name != "triton"}
-            since = start.report.started_at
-            added = {name: str(place) for name, place in roots.items() if writer.fresh(name, place, since)}
-            arch = self._arch(records)
-            if arch is None or (keys <= kept and not added):
-                return
-            kept_others = {each.component for each in self._manifest.entries} if self._manifest is not None else set()
-            others = added | {name: str(place) for name, place in roots.items() if name in kept_others}
-            out = store.path_for(self._home, _prefix(start), str(arch))
-            request = writer.Request(
-                str(self._root), str(out), sorted(keys), arch, replace=self._broken, others=others, since=since
-            )
-            writer.begin(request)
-        except Exception:  # the engine serves already
-            log.exception("compiled kernels were not written back")
-
-    def _arch(self, records: list[coverage.Record]) -> int | None:
-        """The GPU's architecture, by what was compiled for it, else by the driver."""
-        told = (record.parts.get("arch") for record in records)
-        arch = next((each for each in told if isinstance(each, int)), None)
-        if arch is None:
-            seen = gpus.look()
-            arch = seen.archs[0] if seen and seen.archs else None
-        return arch
+            self._say(start, "loaded", _bug(error))
 
     def _say(self, start: Start, path: str, why: str, **details: Any) -> None:
-        self._said = True
         start.report.stage(self.name, path=path, why=why, **details)
 
 
-def _prefix(start: Start) -> str:
-    identity = start.engine.identity()
-    model = os.path.abspath(identity.model) if os.path.exists(identity.model) else identity.model
-    return store.prefix_for(identity.engine, model)
-
-
-def _blob(start: Start) -> str:
-    """Name of what torch's compiler keeps for one rank."""
-    ranks = start.engine.identity().ranks
-    return f"{_prefix(start)}-tp{ranks.tp_rank}-pp{ranks.pp_rank}-dp{ranks.dp_rank}"
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether nobody else could have put an archive there: then its host libraries are this user's own."""
-    try:
-        check_private(folder)
-    except (FerError, OSError):
-        return False
-    return True
+def _bug(error: Exception) -> str:
+    return f"bug in FER, please report: {type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fer.memory", "fer.engines.base", "fer.engines.graphs", "fer.environment", "fer.fingerprint"),
     ("fer.weights", "fer.cudagraph", "fer.kernels"),
     ("fer.diagnosis",),
-    ("fer.stages", "fer.weights.stage", "fer.cudagraph.stage", "fer.kernels.stage"),
+    ("fer.stages", "fer.weights.stage", "fer.cudagraph.stage", "fer.kernels.stage", "fer.kernels.session"),
     ("fer.orchestrator",),
     ("fer.engines",),  # adapters stand beside recover; STRANGERS keeps them and the stages apart
     ("fer.standby",),
