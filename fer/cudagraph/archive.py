@@ -168,7 +168,8 @@ def _assemble(file: sections.Sections, binaries: bool) -> Archive:
     facts, names = json.loads(bytes(file.read("facts"))), json.loads(bytes(file.read("names")))
     nodes, edges, used = table("nodes", NODE), table("edges", EDGE), table("used", np.dtype("<u4"))
     blocks, params = table("blocks", _BLOCK), bytes(file.read("params"))
-    pieces = [params[start : start + size] for start, size in blocks.tolist()]
+    begins, sizes = blocks["offset"].tolist(), blocks["size"].tolist()  # of structured rows one by one it takes long
+    pieces = [params[start : start + size] for start, size in zip(begins, sizes, strict=True)]
     if len(used) != len(nodes) or (len(used) and int(used.max()) >= len(blocks)):
         raise ValueError("nodes without a parameter block")
     graphs = []
@@ -263,26 +264,25 @@ def _functions(functions: Sequence[Function]) -> tuple[Array, Array]:
 
 
 def _read_functions(names: Sequence[str], table: Array, layouts: Array) -> list[Function]:
-    rows = [(int(offset), int(size)) for offset, size in layouts.tolist()]
+    rows = list(zip(layouts["offset"].tolist(), layouts["size"].tolist(), strict=True))
+    columns = (table[name].tolist() for name in ("image", "layout", "count", "attributes"))
     return [
-        Function(
-            name=name,
-            image=int(row["image"]),
-            layout=tuple(rows[int(row["layout"]) : int(row["layout"]) + int(row["count"])]),
-            attributes=tuple(int(value) for value in row["attributes"]),
-        )
-        for name, row in zip(names, table, strict=True)
+        Function(name=name, image=image, layout=tuple(rows[first : first + count]), attributes=tuple(attributes))
+        for name, image, first, count, attributes in zip(names, *columns, strict=True)
     ]
 
 
 def _read_images(names: dict[str, Any], table: Array, binaries: memoryview) -> list[Image]:
+    digests = [bytes(each).hex() for each in table["digest"].tolist()]
+    begins, sizes = table["offset"].tolist(), table["size"].tolist()
     images = []
-    for row, trouble, values in zip(table, names["trouble"], names["globals"], strict=True):
-        start = int(row["offset"])
+    for start, size, digest, trouble, values in zip(
+        begins, sizes, digests, names["trouble"], names["globals"], strict=True
+    ):
         images.append(
             Image(
-                data=binaries[start : start + int(row["size"])],
-                digest=row["digest"].tobytes().hex(),
+                data=binaries[start : start + size],
+                digest=digest,
                 globals=tuple((str(name), bytes.fromhex(value)) for name, value in values),
                 trouble=str(trouble),
             )
