@@ -122,6 +122,9 @@ def _append(data: dict[str, Any]) -> None:
             os.close(handle)
 
 
+_attached: dict[str, Any] = {}
+"""Where :data:`RECORDER` listens; not seen by the listener itself, which others may have wrapped."""
+
 RECORDER = Recorder()
 """This process's."""
 
@@ -129,10 +132,23 @@ RECORDER = Recorder()
 def attach(knobs: Any) -> None:
     """Hook :data:`RECORDER` in, behind whatever listens already. Repeatable."""
     compilation, runtime = knobs.compilation, knobs.runtime
-    if getattr(compilation.listener, "__fer__", False):
+    if _attached.get("knobs") is compilation:
         return
+    _attached["knobs"] = compilation
     compilation.listener = _behind(compilation.listener, RECORDER.listen)
     runtime.jit_post_compile_hook = _behind(runtime.jit_post_compile_hook, RECORDER.compiled)
+
+
+def is_attached() -> bool:
+    """Whether Triton's listener tells :data:`RECORDER`; asked where Triton is imported."""
+    from triton import knobs
+
+    return _attached.get("knobs") is knobs.compilation
+
+
+def note(key: str, name: str, *, hit: bool) -> None:
+    """Record a lookup of which only this is known."""
+    _append(asdict(Record(key, name, hit, 0.0)))
 
 
 def _behind(first: Any, second: Any) -> Any:
@@ -141,7 +157,6 @@ def _behind(first: Any, second: Any) -> Any:
         second(**arguments)
         return result
 
-    both.__fer__ = True  # type: ignore[attr-defined]
     return both
 
 

@@ -75,6 +75,7 @@ class VerifyingManager(CacheManager):
         self.lock_path = None if override and not dump else os.path.join(self.cache_dir, "lock")
         self._verified = not (override or dump)
         self._written: dict[str, Stored] = {}
+        self._unheard = self._verified and _join()
         self._scattered = False
         if not override or dump:
             try:
@@ -106,6 +107,7 @@ class VerifyingManager(CacheManager):
             found = entry.group_names(self.cache_dir, filename)
             if found is None:
                 COUNTS.misses += self._verified
+                self._tell(filename, hit=False)
                 return None
             names = found
         except Odd as odd:
@@ -114,6 +116,7 @@ class VerifyingManager(CacheManager):
         if self._verified and not self._sound(filename, names, loose=False):
             return None
         COUNTS.hits += self._verified
+        self._tell(filename, hit=True)
         return {name: os.path.join(self.cache_dir, name) for name in names}
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
@@ -175,8 +178,17 @@ class VerifyingManager(CacheManager):
         except Odd:
             return False
 
+    def _tell(self, filename: str, *, hit: bool) -> None:
+        """Record the lookup that brought FER into this process: Triton's listener hears of the next one only."""
+        if self._unheard:
+            from fer.kernels import coverage
+
+            self._unheard = False
+            coverage.note(self.key, filename.rpartition(".")[0], hit=hit)
+
     def _refuse(self, name: str, names: list[str], why: str) -> None:
         COUNTS.misses += 1
+        self._tell(name, hit=False)
         place = entry.quarantine(self.cache_dir, name, names, why)
         first = not COUNTS.damaged
         COUNTS.damaged[f"{self.key}/{name}"] = why
@@ -223,6 +235,28 @@ class VerifyingManager(CacheManager):
                 os.path.dirname(self.cache_dir),
                 error,
             )
+
+
+_joined = False
+
+
+def _join() -> bool:
+    """In a process that an engine spawned during a start, record compilations from now on.
+
+    Triton loads this module there because of the inherited variable, and nothing else of FER is imported.
+
+    Returns:
+        True at that moment: the lookup under way is not heard by anybody.
+    """
+    global _joined
+    from fer.kernels import coverage, hooks
+
+    if _joined or coverage.VARIABLE not in os.environ:
+        return False
+    _joined = True
+    heard = coverage.is_attached()
+    hooks.install()
+    return not heard
 
 
 _private: dict[int, str] = {}  # by process: a fork must not remove its parent's

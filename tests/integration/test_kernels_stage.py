@@ -250,3 +250,23 @@ def test_a_source_is_restored_where_nothing_is_kept(start: Start, tmp_path: Path
     missing = start("third", blocks=[128], options={"kernels_source": f"{source}@sha256:{'0' * 64}"}, model="other")
     assert missing["compiled"] == 1
     assert "not what it must be" in missing["why"]
+
+
+def test_processes_that_an_engine_spawns_are_recorded(tmp_path: Path) -> None:
+    """They have the variables and nothing else of FER; the very first lookup counts too, since it is to be kept."""
+    records = store.new_start()
+    code = "import sys; from tests.support import kernels\nfor block in (128, 256): kernels.compile_add(block)\n"
+    variables = {
+        "TRITON_CACHE_MANAGER": SPEC,
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        coverage.VARIABLE: str(records),
+    }
+    for expected in (False, True):
+        for path in records.iterdir():
+            path.unlink()
+        command = [sys.executable, "-c", code]
+        environ = {**os.environ, **variables}
+        subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True, timeout=WAIT_S * 2)
+        found = coverage.read(records)
+        assert [(record.name, record.hit) for record in found] == [("add", expected)] * 2
+        assert {record.key for record in found} == {path.name for path in (tmp_path / "cache").iterdir()}
