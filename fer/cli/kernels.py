@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +44,9 @@ def pack(
     ] = None,
     binary_only: Annotated[bool, typer.Option("--binary-only", help="Leave out what only people read.")] = False,
     without_code: WithoutCode = False,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", help="Sign with this OpenSSH key, into OUT.sig.", show_default=False)
+    ] = None,
     dry_run: DryRun = False,
     home: Home = None,
     json: JsonFlag = False,
@@ -56,6 +61,8 @@ def pack(
         path = store.folder(home) / f"{store.SUFFIX}.{os.getpid()}" if target.is_url else Path(out).expanduser()
         packed = packing.pack(_roots(cache, component or ["triton"]), path, choice, dry_run=dry_run)
         length = path.stat().st_size if path.is_file() and not dry_run else 0
+        if sign is not None and not dry_run:
+            _sign(path, sign, target.is_url)
         if target.is_url and not dry_run:
             try:
                 remote.send(path, target.place)
@@ -89,6 +96,10 @@ def unpack(
         list[str] | None, typer.Option("--component", help="Only this cache.", show_default=False)
     ] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Take code of the host too: you know who made it.")] = False,
+    signers: Annotated[
+        Path | None,
+        typer.Option("--signers", help="OpenSSH's list of signers whose code is taken too.", show_default=False),
+    ] = None,
     without_code: WithoutCode = False,
     compare: Annotated[bool, typer.Option(help="Compare with this machine and installation first.")] = True,
     dry_run: DryRun = False,
@@ -102,12 +113,13 @@ def unpack(
         from fer.kernels import unpack as unpacking
 
         terms = unpacking.Terms(
-            code="take" if trust else "skip" if without_code else "refuse",
+            code="take" if trust or signers is not None else "skip" if without_code else "refuse",
             here=(lambda made: compat.live(ask_triton=True, host=bool(made.host), home=home)) if compare else None,
             dry_run=dry_run,
         )
         path = remote.fetch(remote.Source.of(archive), home=home)
-        outcome = unpacking.unpack(path, _roots(cache, component), terms)
+        with _vouched(path, signers) as vouched:
+            outcome = unpacking.unpack(vouched, _roots(cache, component), terms)
         if outcome.manifest.entries and not outcome.usable:
             raise ArchiveIncompatible(
                 f"nothing in {archive} can be used here",
@@ -339,6 +351,32 @@ def warm(
                 console.print(f"  not {escape(name)}: {escape(why)}")
 
         emit(json, vars(done), text)
+
+
+def _sign(path: Path, key: Path, is_url: bool) -> None:
+    from fer.errors import UsageError
+    from fer.kernels import signature
+
+    if is_url:
+        raise UsageError(
+            "a signature goes beside a file", why="OUT is a URL", fix="Pack to a path, and send both files"
+        )
+    signature.sign(path, key)
+
+
+def _vouched(path: Path, signers: Path | None) -> AbstractContextManager[Path]:
+    """The archive to read; with signers, the very file whose signature was verified."""
+    if signers is None:
+        return nullcontext(path)
+    return _verified(path, signers)
+
+
+@contextmanager
+def _verified(path: Path, signers: Path) -> Iterator[Path]:
+    from fer.kernels import signature
+
+    with signature.verified(path, signers) as (vouched, _):
+        yield vouched
 
 
 def _roots(cache: Path | None, only: list[str] | None) -> dict[str, Path]:
