@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fer.cli.main import main
+from fer.cli.entry import main
 
 if __name__ == "__main__":
     main()

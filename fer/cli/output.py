@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import os
 import sys
 import time
@@ -134,22 +133,6 @@ def guarded(as_json: bool = False) -> Iterator[None]:
         traceback.print_exc()
         print_error(error, as_json)
         raise typer.Exit(code_of(error)) from None
-
-
-class _Stderr(logging.Handler):
-    """Writes to what ``sys.stderr`` is at that moment: a progress bar takes its place to stay below the text."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
-
-
-def log_to_stderr(level: str = "info") -> None:
-    """Show FER's log, the one line a stage among it, on stderr."""
-    logger = logging.getLogger("fer")
-    handler = _Stderr()
-    handler.setFormatter(logging.Formatter("fer: %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(level.upper())
 
 
 def save(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fer.cli.output import log_to_stderr
+from fer.cli.log import log_to_stderr
 from fer.options import Options
 
 

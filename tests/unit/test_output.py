@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from fer.cli import output
+from fer.cli.log import log_to_stderr
 from fer.errors import LeasesStand, OutOfMemory
 
 
@@ -84,7 +85,7 @@ def test_the_log_follows_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("fer")
     before, level = list(logger.handlers), logger.level
     try:
-        output.log_to_stderr("info")
+        log_to_stderr("info")
         logger.info("stage=weights path=attached")
         logger.debug("not shown")
         assert capsys.readouterr().err == "fer: stage=weights path=attached\n"
