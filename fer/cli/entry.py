@@ -1,8 +1,8 @@
 """Where ``fer`` begins: ``fer run`` takes the short way, everything else the command line.
 
 ``fer run`` stands in the way of every restart, and the libraries that the other commands need take longer to load than
-all that it does. So its usual forms are recognised here; help, mistakes and all else go to :mod:`fer.cli.main`, which has
-the same command and the same words.
+all that it does. So its usual forms are recognised here; help, mistakes and all else go to :mod:`fer.cli.main`, which
+has the same command and the same words.
 """
 
 from __future__ import annotations
