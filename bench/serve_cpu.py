@@ -5,6 +5,9 @@ Each run kills the engine in the middle of a streamed answer and compares the wh
 split is the service's own account of the outage and the recovery's report; its parts follow each other.
 
 python -m bench.serve_cpu [--runs 5] [--rows plain keeper launcher standby]
+                          [--model FOLDER] [--serve "--device cuda:0 --batch-sizes 1,4,8 --max-length 8192"]
+
+With ``--model`` and ``--serve`` the same rows for another model and on a GPU; the folder needs a tokenizer.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import http.client
 import json
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -152,10 +156,10 @@ def launcher(model: Path) -> Iterator[None]:
         process.wait(LIMIT_S)
 
 
-def _row(results: Results, name: str, model: Path, runs: int) -> float:
+def _row(results: Results, name: str, model: Path, more: list[str], runs: int) -> float:
     arguments, environment = ROWS[name]
     engines = 2 if name == "standby" else 1
-    with service(model, arguments, environment) as served:
+    with service(model, [*arguments, *more], environment) as served:
         served.quiet(engines)
         undisturbed = "".join(piece for _, piece in served.pieces())
         found = [served.kill(engines, undisturbed) for _ in range(runs)]
@@ -172,6 +176,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--rows", nargs="*", choices=[*ROWS], default=[*ROWS])
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--serve", type=shlex.split, default=[])
     arguments = parser.parse_args()
 
     from fer import paths
@@ -179,7 +185,7 @@ def main() -> None:
     from fer.errors import FerError
     from fer.weights.client import KeeperClient
 
-    model = smollm2(paths.home())
+    model = arguments.model or smollm2(paths.home())
     results = Results("serve_cpu")
     results.add("load average at the beginning", [round(value, 2) for value in os.getloadavg()])
     results.add("caches", "page cache warm, byte-compiled packages; nothing is compiled")
@@ -189,7 +195,7 @@ def main() -> None:
     try:
         for name in arguments.rows:
             with launcher(model) if "auto" in ROWS[name][0] else contextlib.nullcontext():
-                medians[name] = _row(results, name, model, arguments.runs)
+                medians[name] = _row(results, name, model, arguments.serve, arguments.runs)
     finally:
         with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
             client.stop(force=True)
