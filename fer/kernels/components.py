@@ -48,6 +48,7 @@ class Component:
         traps: what one has to know; shown by ``fer kernels inspect``.
         facts: what has to be the same where entries are used, beyond what their keys hold; asked for the folder they
             are in, or would be in. What is unknown (``""``, None) equals nothing.
+        mutable: a key's content changes over time, so that what is there and complete is newer, not damaged.
         times: builders compare files' times, so that they are kept with the entry and set again.
     """
 
@@ -57,6 +58,7 @@ class Component:
     relocatable: bool
     traps: str = ""
     facts: Callable[[Path], Mapping[str, Any]] = lambda root: {}
+    mutable: bool = False
     times: bool = False
 
 

@@ -11,10 +11,10 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fer.kernels import entry
 from fer.kernels.components import triton_entry
@@ -51,12 +51,16 @@ def save(root: Path, name: str, kernels: Collection[str]) -> Path | None:
     found = torch.compiler.save_cache_artifacts()
     if found is None:
         return None
-    data = found[0]
+    data, told = found
+    keys = {str(kind): sorted(map(str, names)) for kind, names in sorted(told.artifacts.items())}
+    if _needs(root / name).get("artifacts") == keys:
+        return root / name / BLOB  # torch's bytes differ from process to process; what is in them does not
     ensure_private(root.parent)
     ensure_private(root)
     folder = root / name
     ensure_private(folder)
-    needs = {"schema": 1, "sha256": hashlib.sha256(data).hexdigest(), "kernels": sorted(kernels)}
+    digest = hashlib.sha256(data).hexdigest()
+    needs = {"schema": 1, "sha256": digest, "artifacts": keys, "kernels": sorted(kernels)}
     entry.write(str(folder), NEEDS, json.dumps(needs).encode())
     return Path(entry.write(str(folder), BLOB, data))
 
@@ -74,16 +78,16 @@ def load(root: Path, name: str, triton: Path | None) -> Loaded | None:
         return None
     ensure_private(root)
     ensure_private(folder)
-    with contextlib.suppress(entry.Odd, ValueError, KeyError, TypeError):
-        needs = json.loads(entry.read(str(folder / NEEDS)))
+    try:
         data = entry.read(str(folder / BLOB))
-        if needs["sha256"] != hashlib.sha256(data).hexdigest():
-            return None
-        import torch._dynamo
+    except entry.Odd:
+        return None
+    if _needs(folder).get("sha256") != hashlib.sha256(data).hexdigest():
+        return None
+    import torch._dynamo
 
-        torch.compiler.load_cache_artifacts(data)
-        return Loaded(len(data), tuple(missing(needs["kernels"], triton)))
-    return None
+    torch.compiler.load_cache_artifacts(data)
+    return Loaded(len(data), tuple(missing(needs_of(folder), triton)))
 
 
 def missing(kernels: Collection[str], triton: Path | None) -> list[str]:
@@ -93,6 +97,12 @@ def missing(kernels: Collection[str], triton: Path | None) -> list[str]:
 
 def needs_of(folder: Path) -> list[str]:
     """The kernels that belong to a blob, as far as it is known."""
-    with contextlib.suppress(entry.Odd, ValueError, KeyError, TypeError):
-        return [str(key) for key in json.loads(entry.read(str(folder / NEEDS)))["kernels"]]
-    return []
+    kernels = _needs(folder).get("kernels")
+    return [str(key) for key in kernels] if isinstance(kernels, list) else []
+
+
+def _needs(folder: Path) -> Mapping[str, Any]:
+    with contextlib.suppress(entry.Odd, ValueError):
+        data = json.loads(entry.read(str(folder / NEEDS)))
+        return data if isinstance(data, dict) else {}
+    return {}

@@ -229,6 +229,7 @@ OTHERS: Final = (
         complete=_whole_folder,
         relocatable=True,
         facts=_driver,
+        mutable=True,
         traps="of use to the very driver that wrote it; evicts where CUDA_CACHE_MAXSIZE is small",
     ),
     Component(  # DeepGEMM 2: cache/kernel.<name>.<digest>/kernel.cubin
@@ -244,6 +245,7 @@ OTHERS: Final = (
         complete=folders(3, _all_ranks),
         relocatable=True,
         facts=_driver,
+        mutable=True,
         traps="named after the model's path; all ranks or none",
     ),
     Component(  # FlashInfer 0.7: <version>/<archs>/{cached_ops,generated}, built by ninja
@@ -253,6 +255,7 @@ OTHERS: Final = (
         relocatable=False,
         facts=_toolkit,
         times=True,
+        mutable=True,
         traps="build files hold absolute paths: the same host's prefix and CUDA toolkit only; prefer its AOT wheels",
     ),
     Component(  # torch's own cache artifacts, see fer.kernels.inductor
@@ -261,6 +264,7 @@ OTHERS: Final = (
         complete=_inductor_entries,
         relocatable=True,
         facts=_torch,
+        mutable=True,
         traps="pickles; keyed by the GPU's name; tracing still runs; its kernels' binaries are in Triton's cache",
     ),
     Component(  # SGLang and vLLM: <engine>/gpu_p2p_access_cache_for_<CUDA_VISIBLE_DEVICES>.json
@@ -269,6 +273,7 @@ OTHERS: Final = (
         complete=_access_maps,
         relocatable=True,
         facts=_gpus,
+        mutable=True,
         traps="of use on the same GPUs in the same order only",
     ),
     Component(  # SGLang 0.5: <fingerprint>/<digest>.o

@@ -148,7 +148,7 @@ def _sort_out(
             outcome.skipped[each.path] = why
             continue
         folder = os.path.join(roots[each.component], each.path)
-        if os.path.isdir(folder) and (terms.glance or _is_sound(folder, each)):
+        if os.path.isdir(folder) and (terms.glance or _is_sound(roots[each.component], each)):
             outcome.kept.append(each.path)
         else:
             wanted.append(each)
@@ -179,8 +179,12 @@ def _other_facts(each: Entry, root: Path) -> str:
     )
 
 
-def _is_sound(folder: str, each: Entry) -> bool:
-    """Whether a folder holds an entry of this key that a lookup would take, from wherever it came."""
+def _is_sound(root: Path, each: Entry) -> bool:
+    """Whether a cache holds an entry of this key that a lookup would take, from wherever it came."""
+    component = REGISTRY[each.component]
+    if component.mutable:
+        return any(True for _ in component.complete(root, lambda path: path == each.path))
+    folder = os.path.join(root, each.path)
     grouped = {name for names in each.groups.values() for name in names}
     try:
         for metadata in each.groups:
@@ -288,7 +292,7 @@ class _Staging:
 
         Never renamed away: a process that compiles may hold paths into it.
         """
-        if _is_sound(target, each):
+        if _is_sound(self._roots[each.component], each):
             self._outcome.kept.append(each.path)
             return
         for metadata in each.groups or {each.files[0].name: ()}:

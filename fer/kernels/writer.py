@@ -95,21 +95,25 @@ def write(request: Request) -> dict[str, Any]:
     out, root = Path(request.out), Path(request.root)
     with FileLock(f"{out}.lock", timeout=WAIT_S, mode=0o600):
         kept: set[tuple[str, str]] = set()
+        known: set[tuple[str, str, Any]] = set()
         with contextlib.suppress(FerError):  # one that cannot even be begun is replaced in any case
             entries = () if request.replace else unpack.peek(out)[0].entries
             kept = {(each.component, each.path) for each in entries}
+            known = {(each.component, each.path, each.files) for each in entries}
         wanted = kept | {("triton", path) for path in {*request.keys, *triton_helpers(root)}}
-        for name, folder in request.others.items():
-            wanted |= {(name, path) for path in fresh(name, Path(folder), request.since)}
-        if wanted <= kept:
+        others = [
+            (name, path) for name, folder in request.others.items() for path in fresh(name, Path(folder), request.since)
+        ]
+        wanted |= set(others)
+        if wanted <= kept and not others:
             return {"written": 0, "entries": len(kept)}
         roots = {"triton": root, **{name: Path(folder) for name, folder in request.others.items()}}
         choice = pack.Choice(archs=(request.arch,), wanted=lambda component, path: (component, path) in wanted)
         planned = pack.pack(roots, out, choice, dry_run=True).manifest.entries
-        if {(each.component, each.path) for each in planned} <= kept:
+        if {(each.component, each.path, each.files) for each in planned} <= known:
             return {"written": 0, "entries": len(kept)}
-        written = {(each.component, each.path) for each in pack.pack(roots, out, choice).manifest.entries}
-        return {"written": len(written - kept), "entries": len(written)}
+        written = {(each.component, each.path, each.files) for each in pack.pack(roots, out, choice).manifest.entries}
+        return {"written": len(written - known), "entries": len(written)}
 
 
 def fresh(name: str, root: Path, since: float) -> set[str]:

@@ -188,6 +188,19 @@ def test_a_damaged_tree_is_healed_file_by_file(tmp_path: Path) -> None:
     assert next(target.rglob("deps-b/norm.so")).read_bytes() == LIBRARY
 
 
+def test_what_changes_over_time_is_not_set_back(tmp_path: Path) -> None:
+    """A file that is complete and other than the archive's is newer, where a cache is written again and again."""
+    source = fill("flashinfer-autotune", tmp_path / "source")
+    target = tmp_path / "target"
+    move("flashinfer-autotune", source, target, tmp_path)
+    newer = next(target.rglob("rank_tp0*"))
+    newer.write_bytes(b'{"newer": 1}')
+    assert len(move("flashinfer-autotune", source, target, tmp_path).kept) == 1
+    assert newer.read_bytes() == b'{"newer": 1}'
+    newer.write_bytes(b"")
+    assert len(move("flashinfer-autotune", source, target, tmp_path).healed) == 1
+
+
 def test_places_follow_the_engines_variables(tmp_path: Path) -> None:
     home = {"HOME": "/h"}
     assert REGISTRY["deepgemm"].where({**home, "SGLANG_DG_CACHE_DIR": "/dg"}) == Path("/dg")
