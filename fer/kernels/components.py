@@ -44,6 +44,7 @@ class Component:
         name: in manifests and on the command line.
         where: its folder under these variables, None where it has none.
         complete: its complete entries; what is being written is left out.
+        places: paths that its entries have, as a regular expression; an archive that names others is refused.
         relocatable: entries mean the same in another folder.
         traps: what one has to know; shown by ``fer kernels inspect``.
         facts: what has to be the same where entries are used, beyond what their keys hold; asked for the folder they
@@ -55,6 +56,7 @@ class Component:
     name: str
     where: Callable[[Mapping[str, str]], Path | None]
     complete: Callable[[Path, Wanted], Iterator[Found]]
+    places: str
     relocatable: bool
     traps: str = ""
     facts: Callable[[Path], Mapping[str, Any]] = lambda root: {}
@@ -133,6 +135,7 @@ TRITON: Final = Component(
     name="triton",
     where=triton_root,
     complete=_triton_entries,
+    places="[A-Z2-7]{52}",
     relocatable=True,
     traps="helper libraries (.so) are for one Python, one C library and one place of the packages",
 )

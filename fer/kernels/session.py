@@ -129,7 +129,8 @@ class Session:
         assert self._root is not None
         try:
             # One rank of a host unpacks, the others wait and find everything in place.
-            with FileLock(f"{archive}.lock", timeout=_WAIT_S, mode=0o600):
+            # Not beside the archive, which may be somebody else's.
+            with FileLock(store.folder(self._home) / f"{archive.name}.restore.lock", timeout=_WAIT_S, mode=0o600):
                 terms = unpack.Terms(
                     code="take" if self._trusted else "skip",
                     here=lambda made: compat.live(ask_triton=False, host=bool(made.host), home=self._home),
@@ -139,9 +140,9 @@ class Session:
         except Timeout:
             self._why.append(f"another process held {archive} for {_WAIT_S:.0f} s")
             return
-        except FerError as error:
+        except (FerError, OSError) as error:
             self._why.append(str(error))
-            self._broken = True
+            self._broken = isinstance(error, FerError)
             log.warning("kernels are compiled as usual: %s", error)
             return
         manifest = self._manifest = self._outcome.manifest

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import time
@@ -144,6 +145,7 @@ def _sort_out(
         outcome.notes += compat.soft_changes(manifest, here)
     wanted = []
     for each in manifest.entries:
+        _check_place(each)
         if why := _why_skip(manifest, each, roots, terms.code, here):
             outcome.skipped[each.path] = why
             continue
@@ -153,6 +155,22 @@ def _sort_out(
         else:
             wanted.append(each)
     return wanted
+
+
+def _check_place(each: Entry) -> None:
+    """An entry lies where its cache has entries, and brings none of the lists that FER and Triton write themselves."""
+    component = REGISTRY.get(each.component)
+    if component is None:
+        return  # skipped, since it has no place
+    names = [file.name for file in each.files]
+    own = each.component == "triton" and not all(map(entry.is_plain_name, names))
+    if own or not re.fullmatch(component.places, each.path):
+        raise ArchiveUntrusted(
+            f"an entry of {each.component} is refused",
+            why=f"no entry of this cache is called {each.path!r}" if not own else "it brings lists of its own",
+            fix="Find out who made this file",
+            reasons=[each.path],
+        )
 
 
 def _why_skip(manifest: Manifest, each: Entry, roots: Mapping[str, Path], code: Code, here: Live | None) -> str:

@@ -164,6 +164,31 @@ def test_hostile_names_in_the_manifest_are_refused(archive: Path, tmp_path: Path
             unpack.unpack(archive, places(tmp_path / "target"), TAKE)
 
 
+@pytest.mark.parametrize(
+    ("component", "path", "name"),
+    [
+        ("triton", "somewhere", "add.json"),
+        ("triton", ".fer-stage.x", "add.json"),
+        ("triton", "A" * 52, "__grp__add.json"),
+        ("triton", "A" * 52, "below/add.json"),
+        ("p2p-map", "fontconfig", "x.json"),
+        ("compute-cache", "other", "x.json"),
+        ("deepgemm", "x", "kernel.cu"),
+    ],
+)
+def test_entries_where_their_cache_has_none_are_refused(tmp_path: Path, component: str, path: str, name: str) -> None:
+    """Some caches lie in folders with much else in them."""
+    data = b"{}"
+    digest = hashlib.sha256(data).hexdigest()
+    entries = [{"component": component, "path": path, "files": [[name, len(data), digest]]}]
+    text = json.dumps({"schema": 1, "tool": "x", "entries": entries}).encode()
+    archive = tmp_path / "a"
+    container.write(archive, text, [(digest, data)])
+    with pytest.raises(ArchiveUntrusted):
+        unpack.unpack(archive, {component: tmp_path / "target"}, TAKE)
+    assert not (tmp_path / "target").exists()
+
+
 def test_ten_gigabytes_of_zeros_are_refused_by_the_header(archive: Path, tmp_path: Path) -> None:
     """The member claims them; nobody reads them."""
     members = made.members(archive)
