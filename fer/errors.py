@@ -17,7 +17,8 @@
     │   ├── PeerRefused                the other side of the socket is not who it must be
     │   ├── ProtocolError              a frame broke the protocol
     │   ├── Refused                    the keeper said no, with a code
-    │   └── LeasesStand                the keeper will not stop while engines use its weights
+    │   ├── LeasesStand                the keeper will not stop while engines use its weights
+    │   └── ServiceHeld                others answer for a service, or did and are not all gone
     ├── LauncherError              no launcher listens, or one cannot be started
     ├── MemoryFault                mapping, driver and descriptor trouble
     │   ├── DriverError                a CUDA driver call failed; keeps the code
@@ -134,6 +135,10 @@ class Refused(KeeperError):
 
 class LeasesStand(KeeperError):
     """The keeper will not stop or evict while engines use its weights. Field: ``holders``."""
+
+
+class ServiceHeld(KeeperError):
+    """Others answer for a service, or did and are not all gone. Field: ``service``."""
 
 
 class LauncherError(FerError):

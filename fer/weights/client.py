@@ -26,6 +26,7 @@ from fer.memory import fdpass
 from fer.memory.fd import Fd, widen_table
 from fer.memory.seal import read_sealed, sealed_bytes
 from fer.weights import wire
+from fer.weights.services import ServiceCalls
 from fer.weights.wire import (
     Begun,
     Candidate,
@@ -96,7 +97,7 @@ class Leased:
         self.close()
 
 
-class KeeperClient:
+class KeeperClient(ServiceCalls):
     """A connection to the keeper; get one from :meth:`connect`.
 
     Calls may come from several threads and are made one after another: a call that waits (:meth:`claim`,

@@ -18,9 +18,43 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fer.errors import ProtocolError
-from fer.memory.base import Kind
 from fer.memory.fd import Fd
 from fer.memory.seal import read_sealed, sealed_bytes
+from fer.weights.wire_parts import (
+    WAIT_LIMIT_S,
+    Candidate,
+    ClaimInfo,
+    EditionInfo,
+    Event,
+    Holder,
+    Key,
+    Name,
+    Near,
+    Number,
+    Pending,
+    Process,
+    RoleInfo,
+    Seconds,
+    ServiceInfo,
+    SlabInfo,
+    Text,
+)
+
+__all__ = [  # besides what is made here
+    "Candidate",
+    "ClaimInfo",
+    "EditionInfo",
+    "Event",
+    "Holder",
+    "Key",
+    "Near",
+    "Pending",
+    "Process",
+    "RoleInfo",
+    "ServiceInfo",
+    "SlabInfo",
+    "WAIT_LIMIT_S",
+]
 
 VERSION = 1
 MAGIC = b"FER"
@@ -33,119 +67,6 @@ PAYLOAD_LIMITS = {"manifest": 256 << 20, "fields": 1 << 20, "checkpoint": 16 << 
 """Bytes of what engines leave with an edition, by name; each is one sealed memfd."""
 SLABS_A_FRAME = 240
 """Descriptors of slabs in one message, which leaves room for payloads beside them."""
-WAIT_LIMIT_S = 7 * 24 * 3600.0
-
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Count = Annotated[int, Meta(ge=1, le=1 << 16)]
-Seconds = Annotated[float, Meta(ge=0, le=WAIT_LIMIT_S)]
-Name = Annotated[str, Meta(min_length=1, max_length=512)]
-Text = Annotated[str, Meta(max_length=4096)]
-Blob = bytes  # for classes with a field called bytes
-
-
-class _Plain(Struct, frozen=True, forbid_unknown_fields=True):
-    """Part of a message."""
-
-
-class Key(_Plain, frozen=True):
-    """Which edition: digest of the fingerprint's group part, the rank in it, and the GPU (a UUID, or ``"host"``).
-
-    ``launch`` names the start that publishes and ``local_size`` is how many of its ranks run on this host.
-    """
-
-    group: Name
-    rank: Name
-    gpu: Name
-    launch: Name
-    local_size: Count = 1
-
-
-class SlabInfo(_Plain, frozen=True):
-    """One slab: what its descriptor is, its bytes, and the address it was recorded at (0 for host memory)."""
-
-    kind: Kind
-    size: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-    address: Number = 0
-
-
-class Holder(_Plain, frozen=True):
-    """A connected process. ``pid`` is 0 where the keeper cannot see it (another PID namespace)."""
-
-    pid: int
-    label: str
-
-
-class Candidate(_Plain, frozen=True):
-    """A visible edition of the key that was asked for; whether its checkpoint fits is the client's to decide."""
-
-    edition: str
-    checkpoint: bytes
-    created: float
-    digests: bool
-
-
-class Near(_Plain, frozen=True):
-    """A visible edition that did not match: the same group on another GPU, or another group on this one."""
-
-    edition: str
-    gpu: str
-    rank: str
-    fields: bytes
-
-
-class EditionInfo(_Plain, frozen=True):
-    """One edition, for people and programs. Times are seconds since the epoch, ``bytes`` the sum of its slabs."""
-
-    edition: str
-    group: str
-    rank: str
-    gpu: str
-    launch: str
-    batch: str
-    bytes: int
-    slabs: int
-    transport: str
-    created: float
-    used: float
-    digests: bool
-    holders: list[Holder]
-    fields: Blob = b""
-
-
-class Pending(_Plain, frozen=True):
-    """A group that is being published: ranks begun and ranks that wait for the others."""
-
-    group: str
-    launch: str
-    local_size: int
-    begun: list[str]
-    committed: list[str]
-    bytes: int
-
-
-class ClaimInfo(_Plain, frozen=True):
-    """Who loads what."""
-
-    group: str
-    rank: str
-    gpu: str
-    holder: Holder
-
-
-class RoleInfo(_Plain, frozen=True):
-    """An exclusive role and who has it."""
-
-    role: str
-    holder: Holder
-
-
-class Event(_Plain, frozen=True):
-    """Something that happened: ``kind`` is published, evicted, lost, dropped, restarted, unprotected, ..."""
-
-    at: float
-    kind: str
-    text: str
-
 
 # --- requests ---
 
@@ -252,6 +173,19 @@ class ReleaseRole(Request, frozen=True, tag="release_role", kw_only=True):
     role: Name
 
 
+class ClaimService(Request, frozen=True, tag="claim_service", kw_only=True):
+    """One descriptor with ``again``: the lock of a service that this process holds, by an earlier connection."""
+
+    service: Name
+    processes: Annotated[list[Process], Meta(min_length=1, max_length=256)]
+    wait_s: Seconds
+    again: bool = False
+
+
+class ReleaseService(Request, frozen=True, tag="release_service", kw_only=True):
+    service: Name
+
+
 class Stop(Request, frozen=True, tag="stop", kw_only=True):
     force: bool
 
@@ -275,6 +209,8 @@ AnyRequest = (
     | AskStatus
     | AcquireRole
     | ReleaseRole
+    | ClaimService
+    | ReleaseService
     | Stop
 )
 
@@ -287,6 +223,8 @@ def descriptors_of(request: Request) -> int:
         return len(request.slabs)
     if isinstance(request, Annotate):
         return len(request.names)
+    if isinstance(request, ClaimService):
+        return int(request.again)
     return 1 if isinstance(request, Commit) else 0
 
 
@@ -378,11 +316,24 @@ class Status(Reply, frozen=True, tag="status", kw_only=True):
     pending: list[Pending]
     claims: list[ClaimInfo]
     roles: list[RoleInfo]
+    services: list[ServiceInfo]
     events: list[Event]
 
 
 class RoleAnswer(Reply, frozen=True, tag="role", kw_only=True):
     acquired: bool
+
+
+class ServiceAnswer(Reply, frozen=True, tag="service", kw_only=True):
+    """Where ``held``, one descriptor: the service's lock. Else ``why`` not, and who holds it.
+
+    ``fence_s`` is how long the processes before took to end, from the first death seen to the last.
+    """
+
+    held: bool
+    why: str = ""
+    holder: Holder | None = None
+    fence_s: float = 0.0
 
 
 AnyReply = (
@@ -400,6 +351,7 @@ AnyReply = (
     | Evicted
     | Status
     | RoleAnswer
+    | ServiceAnswer
 )
 
 _encoder = msgspec.msgpack.Encoder()

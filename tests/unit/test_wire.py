@@ -40,6 +40,8 @@ REQUESTS: list[wire.Request] = [
     wire.AcquireRole(17, role="active", wait_s=3.0),
     wire.ReleaseRole(18, role="active"),
     wire.Stop(19, force=True),
+    wire.ClaimService(20, service="s", processes=[wire.Process(1, 2)], wait_s=1.0, again=True),
+    wire.ReleaseService(21, service="s"),
 ]
 REPLIES: list[wire.Reply] = [
     wire.Done(1),
@@ -55,6 +57,7 @@ REPLIES: list[wire.Reply] = [
     wire.Room(11, evicted=[INFO], leased=[]),
     wire.Evicted(12, editions=[INFO]),
     wire.RoleAnswer(13, acquired=True),
+    wire.ServiceAnswer(14, held=False, why="another has it", holder=HOLDER, fence_s=0.1),
 ]
 
 

@@ -108,6 +108,7 @@ def _restore(server: Server, fds: dict[str, Fd]) -> None:
     state, store, shelf = server.store.state, server.store, server.shelf
     known = {name for e in state.editions.values() for name in e.names()}
     known |= {name for t in state.transactions.values() for name in t.names()}
+    known |= {service.lock for service in state.services.values() if service.lock}
     shelf.restore({name: fd for name, fd in fds.items() if name in known or name not in state.peers})
     store.condemned += [name for name in fds if name not in known and name not in state.peers]
     for edition in list(state.editions.values()):
@@ -115,6 +116,9 @@ def _restore(server: Server, fds: dict[str, Fd]) -> None:
         if missing and edition.id in state.editions:
             why = f"the fd store did not give back {len(missing)} of its descriptors"
             store.drop(store.batch(edition.batch), "lost", why)
+    for service in state.services.values():
+        if service.lock not in fds:
+            service.lock = ""
     for peer in list(state.peers.values()):
         fd = fds.get(peer.id)
         broken = any(name not in fds for t in state.transactions.values() if t.peer == peer.id for name in t.names())

@@ -20,6 +20,7 @@ from fer.memory.base import HOST
 from fer.memory.fd import Fd
 from fer.weights import wire
 from fer.weights.keeper import offsets, slabs
+from fer.weights.keeper.claims import Claims
 from fer.weights.keeper.editions import Store, leases_stand
 from fer.weights.keeper.groups import Groups
 from fer.weights.keeper.records import PAYLOADS, Edition, Peer, Transaction, Wait, new_id, slab_name
@@ -54,9 +55,12 @@ Handler = Callable[[Any, Peer, Any, list[Fd], bool], "Answer | Later"]
 class Desk:
     """Requests of peers that said hello, against the store."""
 
-    def __init__(self, store: Store, groups: Groups, shelf: Shelf, facts: Callable[[int], wire.Status]) -> None:
+    def __init__(
+        self, store: Store, groups: Groups, claims: Claims, shelf: Shelf, facts: Callable[[int], wire.Status]
+    ) -> None:
         self.store = store
         self.groups = groups
+        self.claims = claims
         self.shelf = shelf
         self._facts = facts
 
@@ -68,13 +72,15 @@ class Desk:
         """
         return _HANDLERS[type(request)](self, peer, request, fds, late)
 
-    def _wait(self, peer: Peer, request: wire.TakeClaim | wire.Commit | wire.AcquireRole) -> Later:
+    def _wait(self, peer: Peer, request: wire.TakeClaim | wire.Commit | wire.AcquireRole | wire.ClaimService) -> Later:
         """Note until when; a wait that outlives the keeper goes on where it was."""
         if peer.wait is None or peer.wait.seq != request.seq:
             until = time.monotonic() + request.wait_s
             peer.wait = Wait(seq=request.seq, until=until, order=self.store.state.tick())
             if isinstance(request, wire.TakeClaim):
                 peer.wait.claim = request.key
+            if isinstance(request, wire.ClaimService):
+                peer.wait.service = request.service
         return Later()
 
     # --- looking and attaching ---
@@ -264,6 +270,20 @@ class Desk:
             del self.store.state.roles[request.role]
         return Answer(wire.Done(request.seq))
 
+    def claim_service(self, peer: Peer, request: wire.ClaimService, fds: list[Fd], late: bool) -> Answer | Later:
+        held = self.claims.take(peer, request, fds)
+        if held is not None:
+            reply = wire.ServiceAnswer(request.seq, held=True, fence_s=held.fence_s)
+            return Answer(reply, [self.shelf[held.lock]])
+        if not late:
+            return self._wait(peer, request)
+        why, holder = self.claims.obstacle(request.service)
+        return Answer(wire.ServiceAnswer(request.seq, held=False, why=why, holder=holder))
+
+    def release_service(self, peer: Peer, request: wire.ReleaseService, fds: list[Fd], late: bool) -> Answer | Later:
+        self.claims.release(peer, request.service)
+        return Answer(wire.Done(request.seq))
+
     def stop(self, peer: Peer, request: wire.Stop, fds: list[Fd], late: bool) -> Answer | Later:
         state = self.store.state
         using = {p for e in state.editions.values() for p in e.leases}
@@ -297,5 +317,7 @@ _HANDLERS: dict[type[wire.Request], Handler] = {
     wire.AskStatus: Desk.status,
     wire.AcquireRole: Desk.acquire_role,
     wire.ReleaseRole: Desk.release_role,
+    wire.ClaimService: Desk.claim_service,
+    wire.ReleaseService: Desk.release_service,
     wire.Stop: Desk.stop,
 }

@@ -120,8 +120,10 @@ class Store:
     # --- leases ---
 
     def in_use(self) -> bool:
-        """Whether anybody uses an edition or is about to publish one."""
-        return bool(self.state.claims or self.state.transactions) or leased(self.state.editions.values())
+        """Whether anybody uses an edition, is about to publish one, or answers for a service."""
+        return bool(self.state.claims or self.state.transactions or self.state.services) or leased(
+            self.state.editions.values()
+        )
 
     def lease(self, peer: Peer, edition: Edition) -> None:
         """Note that a peer uses an edition; twice is once."""

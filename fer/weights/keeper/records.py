@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct, field
 
-from fer.weights.wire import Event, Key, SlabInfo
+from fer.weights.wire import Event, Key, Process, SlabInfo
 
 PAYLOADS = ("manifest", "checkpoint", "fields", "digests")
 """What an edition has beside its slabs, one sealed memfd each; digests may be missing."""
@@ -103,6 +103,7 @@ class Wait(Struct):
     until: float
     order: int
     claim: Key | None = None
+    service: str = ""
 
 
 class Peer(Struct):
@@ -140,6 +141,25 @@ class Launch(Struct):
     doom: Failure | None = None
 
 
+class Service(Struct):
+    """A name that one cohort of processes answers for at a time.
+
+    ``processes`` are empty where nobody holds it and somebody waits. ``peer`` is the holder's connection, empty once
+    that closed: the processes may live on. ``lock`` is the shelf's name of the lock, empty where it was lost.
+    ``dying`` is when the first of the processes was seen dead, in monotonic seconds; ``fence_s`` how long the cohort
+    before this one took from there.
+    """
+
+    name: str
+    processes: list[Process] = field(default_factory=list)
+    peer: str = ""
+    label: str = ""
+    lock: str = ""
+    dying: float = 0.0
+    stuck: bool = False
+    fence_s: float = 0.0
+
+
 class State(Struct):
     """Everything."""
 
@@ -153,6 +173,7 @@ class State(Struct):
     claims: list[Claimed] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     roles: dict[str, str] = field(default_factory=dict)
+    services: dict[str, Service] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
     def tick(self) -> int:

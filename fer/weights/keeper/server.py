@@ -21,6 +21,7 @@ from fer.memory import fdpass
 from fer.memory.fd import Fd
 from fer.weights import wire
 from fer.weights.keeper.budget import Budget
+from fer.weights.keeper.claims import Claims
 from fer.weights.keeper.connection import BLOCKED_S, HELLO_S, Connection, Outgoing
 from fer.weights.keeper.desk import Desk, Later
 from fer.weights.keeper.editions import Store
@@ -69,8 +70,9 @@ class Server:
         self.protection, self.budget = protection, budget
         self.store = store
         self.groups = Groups(self.store)
+        self.claims = Claims(self.store, shelf)
         self.desk = Desk(
-            self.store, self.groups, shelf, lambda seq: status(seq, self.store, shelf, self.protection.kind)
+            self.store, self.groups, self.claims, shelf, lambda seq: status(seq, store, shelf, self.protection.kind)
         )
         self.faults = Faults(store.state.restarts)
         self.connections: dict[str, Connection] = {}
@@ -91,6 +93,7 @@ class Server:
         self.listener.setblocking(False)
         self.watch(self.listener.fileno(), lambda events: self._accept())
         self.protection.start(self.watch, self.unwatch)
+        self.claims.start(self.watch, self.unwatch, lambda: self._settle([], "fence"))
         while self.stopping is None:
             self._turn(self._epoll.poll(self._timeout()))
         self._stop()
@@ -148,6 +151,7 @@ class Server:
         times = [c.deadline for c in self.connections.values() if c.deadline is not None]
         times += [p.wait.until for c in self.connections.values() if c.waiting and (p := c.peer) and p.wait]
         times += [at for at in (self._accept_at, self._budget_at, self.place.look_at, self.protection.retry_at) if at]
+        times += self.claims.times()
         return max(min(times) - time.monotonic(), 0) if times else -1
 
     def _expire(self) -> None:
@@ -157,6 +161,7 @@ class Server:
                 self._hang_up(connection, "said nothing" if connection.peer is None else "stopped reading")
         if any(c.waiting and c.peer and c.peer.wait and c.peer.wait.until <= now for c in self.connections.values()):
             self._settle([], "wait")
+        self.claims.expire(now)
         if self._budget_at is not None and self._budget_at <= now:
             self._settle([], "grace")
         if self.place.look_at is not None and self.place.look_at <= now and self.place.look(now):
@@ -245,6 +250,7 @@ class Server:
     def _mourn(self, peer: Peer) -> None:
         state = self.store.state
         self.groups.leave(peer)
+        self.claims.leave(peer)
         self.store.release_all(peer)
         state.roles = {role: holder for role, holder in state.roles.items() if holder != peer.id}
         state.peers.pop(peer.id, None)
@@ -338,6 +344,7 @@ class Server:
     def _settle(self, ready: list[tuple[Connection, Outgoing]], name: str) -> None:
         """Let a change have its consequences, make them durable, and only then tell anybody."""
         ready = ready + self._wake()
+        self.claims.prune()
         self._balance()
         self.faults.at("executed", name)
         self._save(name)

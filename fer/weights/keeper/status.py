@@ -37,6 +37,11 @@ def status(seq: int, store: Store, shelf: Shelf, protection: str) -> wire.Status
             for c in state.claims
         ],
         roles=[wire.RoleInfo(role=role, holder=store.holder(peer)) for role, peer in sorted(state.roles.items())],
+        services=[
+            wire.ServiceInfo(service=s.name, holder=store.holder(s.peer), processes=s.processes)
+            for s in state.services.values()
+            if s.processes
+        ],
         events=state.events,
     )
 
