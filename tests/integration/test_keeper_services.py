@@ -33,7 +33,7 @@ print("asks", *(each.pid for each in cohort), flush=True)
 def lost(why):
     print("lost", why, flush=True)
 tenure = services.hold(
-    "s", connect=lambda: KeeperClient.connect(place, label=label), wait_s=wait_s, processes=cohort, lost=lost
+    str(place), connect=lambda: KeeperClient.connect(place, label=label), wait_s=wait_s, processes=cohort, lost=lost
 )
 print("holds by", tenure.by, flush=True)
 if sys.stdin.readline() == "release\\n":
@@ -44,7 +44,7 @@ if sys.stdin.readline() == "release\\n":
 
 
 class Holder:
-    """A process that asks for the service ``s`` and goes on holding it."""
+    """A process that asks for a service and goes on holding it. Locks are the machine's: it has the place's name."""
 
     def __init__(self, children: Children, place: Path, label: str, *, others: int = 0, wait_s: float = WAIT_S) -> None:
         self.child: subprocess.Popen[str] = children.python(
@@ -122,8 +122,8 @@ def test_a_held_service_is_refused_after_the_wait_with_its_holder(keeper: Keeper
     first = Holder(children, keeper.directory, "first")
     assert first.says("holds")
     with pytest.raises(ServiceHeld, match=f"processes {first.pids[0]} hold it"):
-        hold("s", connect=keeper.client, wait_s=0.0)
-    with hold("t", connect=keeper.client, wait_s=0.0) as tenure:
+        hold(str(keeper.directory), connect=keeper.client, wait_s=0.0)
+    with hold(f"{keeper.directory}/t", connect=keeper.client, wait_s=0.0) as tenure:
         assert tenure.by == "keeper"
 
 
@@ -172,7 +172,7 @@ def test_a_keeper_that_lost_everything_grants_nothing_beside_the_holder(keeper: 
     wait_until(lambda: not _listens(keeper.directory), "nobody listens")
     blank = Keeper(children, keeper.directory)
     with pytest.raises(ServiceHeld, match="another keeper"):
-        hold("s", connect=blank.client, wait_s=0.2)
+        hold(str(blank.directory), connect=blank.client, wait_s=0.2)
     second = Holder(children, keeper.directory, "second")
     waits(blank, "second")
     os.kill(first.pids[0], signal.SIGCONT)
@@ -221,10 +221,10 @@ def test_nothing_stays_behind(keeper: Keeper, no_fd_leak: None) -> None:
     with keeper.client() as client:
         before = client.status()
         for _ in range(3):
-            with hold("s", connect=keeper.client, wait_s=0.0):
+            with hold(str(keeper.directory), connect=keeper.client, wait_s=0.0):
                 assert client.status().descriptors == before.descriptors + 2, "a connection and a lock"
         wait_until(lambda: client.status().descriptors == before.descriptors, "both are gone")
         assert client.status().services == []
-    assert locks.make("s").close() is None  # type: ignore[union-attr]
+    assert locks.make(str(keeper.directory)).close() is None  # type: ignore[union-attr]
     wait_until(lambda: not [t for t in threading.enumerate() if t.name == "tenure"], "no thread is left")
     assert this_process().pid == os.getpid()

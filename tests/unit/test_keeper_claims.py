@@ -24,6 +24,8 @@ from fer.weights.keeper.shelf import Shelf
 from tests.support.processes import Children, kill_and_wait
 
 LIMIT_S = 20.0
+S = f"s-{os.getpid()}"
+"""The service; locks are the whole machine's, and other tests run beside."""
 
 
 class Loop:
@@ -74,7 +76,7 @@ class Desk:
         self.store.state.peers[name] = peer
         return peer, cohort
 
-    def take(self, peer: Peer, cohort: list[wire.Process], service: str = "s", lock: Fd | None = None) -> bool:
+    def take(self, peer: Peer, cohort: list[wire.Process], service: str = S, lock: Fd | None = None) -> bool:
         request = wire.ClaimService(1, service=service, processes=cohort, wait_s=9.0, again=lock is not None)
         held = self.claims.take(peer, request, [] if lock is None else [lock])
         if held is None and peer.wait is None:
@@ -104,8 +106,8 @@ def test_one_holds_it_and_may_ask_twice(desk: Desk) -> None:
     (one, ones), (two, twos) = desk.peer("one"), desk.peer("two")
     assert desk.take(one, ones) and desk.take(one, ones)
     assert not desk.take(two, twos)
-    assert desk.take(two, twos, service="another")
-    assert desk.holders() == {"s": [one.pid], "another": [two.pid]}
+    assert desk.take(two, twos, service=f"another-{S}")
+    assert desk.holders() == {S: [one.pid], f"another-{S}": [two.pid]}
 
 
 def test_the_death_of_any_process_ends_all_and_only_then_the_next_is_granted(desk: Desk) -> None:
@@ -116,7 +118,7 @@ def test_the_death_of_any_process_ends_all_and_only_then_the_next_is_granted(des
     assert all(_dead(process.pid) for process in ones)
     assert desk.holders() == {}
     assert desk.take(two, twos)
-    assert desk.store.state.services["s"].fence_s > 0
+    assert desk.store.state.services[S].fence_s > 0
 
 
 def _dead(pid: int) -> bool:
@@ -132,14 +134,14 @@ def test_a_cohort_that_does_not_end_is_never_followed(desk: Desk, monkeypatch: p
     with monkeypatch.context() as deaf:
         deaf.setattr(signal, "pidfd_send_signal", lambda fd, number: None)
         os.kill(ones[0].pid, signal.SIGKILL)
-        desk.loop.turn(lambda: desk.store.state.services["s"].dying > 0)
+        desk.loop.turn(lambda: desk.store.state.services[S].dying > 0)
         assert not desk.take(two, twos)
-        assert "not all gone" in desk.claims.obstacle("s")[0]
+        assert "not all gone" in desk.claims.obstacle(S)[0]
         (at,) = desk.claims.times()
         desk.claims.expire(at)
         assert desk.claims.times() == [], "it is said once"
         assert [event.text.partition(" did not")[0] for event in desk.store.state.events if event.kind == "stuck"] == [
-            f"s: {ones[1].pid}"
+            f"{S}: {ones[1].pid}"
         ]
         assert not desk.take(two, twos)
     assert not desk.take(two, twos), "looking again, it is sent another SIGKILL"
@@ -154,20 +156,20 @@ def test_a_closed_connection_frees_nothing_while_its_process_lives(desk: Desk) -
     assert not desk.take(two, twos)
     again = Peer("again", one.pid, one.uid, "again")
     assert desk.take(again, ones), "the same process, by another connection"
-    desk.claims.release(one, "s")
-    assert desk.holders() == {"s": [one.pid]}, "the connection before has no say any more"
-    desk.claims.release(again, "s")
+    desk.claims.release(one, S)
+    assert desk.holders() == {S: [one.pid]}, "the connection before has no say any more"
+    desk.claims.release(again, S)
     assert desk.holders() == {} and desk.take(two, twos)
 
 
 def test_who_waits_longest_is_next_also_before_those_that_ask_just_then(desk: Desk) -> None:
     (one, ones), (two, twos), (three, threes) = desk.peer("one"), desk.peer("two"), desk.peer("three")
     assert desk.take(one, ones) and not desk.take(two, twos)
-    desk.claims.release(one, "s")
+    desk.claims.release(one, S)
     assert not desk.take(three, threes), "two waits"
     assert desk.take(two, twos)
     two.wait = three.wait = None
-    desk.claims.release(two, "s")
+    desk.claims.release(two, S)
     assert desk.take(one, ones)
 
 
@@ -193,12 +195,12 @@ def test_only_what_may_be_spoken_for_is_registered(desk: Desk, monkeypatch: pyte
 def test_a_keeper_that_lost_everything_grants_to_the_holder_alone(desk: Desk, children: Children) -> None:
     (one, ones) = desk.peer("one")
     assert desk.take(one, ones)
-    with desk.shelf[desk.store.state.services["s"].lock].dup() as lock:
+    with desk.shelf[desk.store.state.services[S].lock].dup() as lock:
         desk.shelf.close()  # the keeper's copy goes with it; the holder has this one
         blank = Desk(children)
         two, twos = blank.peer("two")
         assert not blank.take(two, twos), "the lock is taken"
-        assert blank.claims.obstacle("s")[0].startswith("another keeper")
+        assert blank.claims.obstacle(S)[0].startswith("another keeper")
         stranger = socket.socket()
         with stranger, Fd(os.dup(stranger.fileno())) as wrong, pytest.raises(Refused, match="not the service's lock"):
             blank.take(two, twos, lock=wrong)
@@ -216,8 +218,8 @@ def test_a_keeper_that_lost_everything_grants_to_the_holder_alone(desk: Desk, ch
 
 
 def test_the_end_of_a_lock_of_another_keeper_is_seen(desk: Desk) -> None:
-    lock = locks.make("s")
-    assert lock is not None and locks.make("s") is None
+    lock = locks.make(S)
+    assert lock is not None and locks.make(S) is None
     (one, ones) = desk.peer("one")
     assert not desk.take(one, ones)
     lock.close()
@@ -227,7 +229,7 @@ def test_the_end_of_a_lock_of_another_keeper_is_seen(desk: Desk) -> None:
 
 def test_a_successor_sees_who_died_meanwhile(desk: Desk, children: Children) -> None:
     (one, ones), (two, twos) = desk.peer("one", 2), desk.peer("two")
-    assert desk.take(one, ones) and desk.take(two, twos, service="t")
+    assert desk.take(one, ones) and desk.take(two, twos, service=f"t-{S}")
     kill_and_wait(ones[1].pid)
     children.end()
     later = Desk(Children(), desk.store.state)
@@ -240,9 +242,9 @@ def test_a_successor_sees_who_died_meanwhile(desk: Desk, children: Children) -> 
 def test_nothing_is_kept_of_services_that_nobody_wants(desk: Desk) -> None:
     (one, ones), (two, twos) = desk.peer("one"), desk.peer("two")
     assert desk.take(one, ones) and not desk.take(two, twos)
-    desk.claims.release(one, "s")
+    desk.claims.release(one, S)
     desk.claims.prune()
-    assert "s" in desk.store.state.services, "somebody waits"
+    assert S in desk.store.state.services, "somebody waits"
     two.wait = None
     desk.claims.prune()
     assert desk.store.state.services == {} and len(desk.store.condemned) == 1
