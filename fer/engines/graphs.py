@@ -62,8 +62,8 @@ class DecodeGraphs(ABC):
     static_bytes: int = 64 << 20
     scratch_bytes: int = 16 << 30
     pool_bytes: int = 16 << 30
-    """Device bytes to have at hand for inputs, for warm-ups with libraries' workspaces, and for what steps make: at most
-    a third of what is free is taken for each of the last two, and what is left of it goes back."""
+    """Device bytes to have at hand for inputs, for warm-ups with libraries' workspaces, and for what steps make: of the
+    last two at most a third of what is free is taken, and what is left of it goes back."""
 
     def pin(self, layout: Mapping[str, Any]) -> bool:
         """Take this size and layout of the cache, recorded earlier, instead of measuring; False where it cannot be."""
