@@ -16,12 +16,18 @@ from typing import Any, Final
 import numpy as np
 
 from fer.cudagraph import sections
+from fer.cudagraph.libcuda import MEMCPY_PARAMS, MEMSET_PARAMS
 from fer.cudagraph.records import (
     ATTRIBUTE,
     ATTRIBUTE_IDS,
+    CHILD,
     EDGE,
     FUNCTION_ATTRIBUTES,
+    KERNEL,
+    MEMCPY,
+    MEMSET,
     NODE,
+    VIA_POINTERS,
     Array,
     Function,
     Graph,
@@ -42,6 +48,7 @@ _FUNCTION: Final = np.dtype(
 _LAYOUT: Final = np.dtype([("offset", "<u4"), ("size", "<u4")])
 _IMAGE: Final = np.dtype([("offset", "<u8"), ("size", "<u8"), ("digest", "V32")])
 _BLOCK: Final = np.dtype([("offset", "<u8"), ("size", "<u4")])
+_UNSOUND: Final = (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError)
 _PAGE: Final = 4096
 _SMALL: Final = 64
 
@@ -85,7 +92,10 @@ class Archive:
 
     def graph(self, name: str) -> Graph:
         """A graph by name. Raises KeyError."""
-        return next(graph for graph in self.tables.top() if graph.name == name)
+        for graph in self.tables.top():
+            if graph.name == name:
+                return graph
+        raise KeyError(name)
 
 
 def write(path: Path, archive: Archive) -> None:
@@ -143,14 +153,17 @@ def read(path: Path, *, binaries: bool = True) -> Archive:
         return _assemble(file, binaries)
     except ArchiveError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError) as error:  # sound checksums around unsound content
+    except _UNSOUND as error:  # sound checksums around unsound content
         raise ArchiveError(f"{path} does not hold what an archive must", why=repr(error), section="names") from error
 
 
 def facts_of(path: Path) -> tuple[dict[str, Any], str]:
     """The facts of an archive and its digest, without reading the rest. Raises ArchiveError."""
     file = sections.Sections(path)
-    return json.loads(bytes(file.read("facts"))), file.digest
+    try:
+        return _facts(file), file.digest
+    except ValueError as error:
+        raise ArchiveError(f"{path} does not hold what an archive must", why=repr(error), section="facts") from error
 
 
 def check_image(image: Image) -> None:
@@ -165,24 +178,26 @@ def _assemble(file: sections.Sections, binaries: bool) -> Archive:
     def table(name: str, kind: np.dtype[Any]) -> Array:
         return np.frombuffer(file.read(name), kind)
 
-    facts, names = json.loads(bytes(file.read("facts"))), json.loads(bytes(file.read("names")))
+    facts, names = _facts(file), json.loads(bytes(file.read("names")))
     nodes, edges, used = table("nodes", NODE), table("edges", EDGE), table("used", np.dtype("<u4"))
     blocks, params = table("blocks", _BLOCK), bytes(file.read("params"))
     begins, sizes = blocks["offset"].tolist(), blocks["size"].tolist()  # of structured rows one by one it takes long
     pieces = [params[start : start + size] for start, size in zip(begins, sizes, strict=True)]
     if len(used) != len(nodes) or (len(used) and int(used.max()) >= len(blocks)):
         raise ValueError("nodes without a parameter block")
+    if [len(piece) for piece in pieces] != sizes or (blocks["size"][used] != nodes["size"]).any():
+        raise ValueError("parameters have another length than their nodes say")
     graphs = []
     for name, row in zip(names["graphs"], table("graphs", _GRAPH), strict=True):
-        part = slice(int(row["node"]), int(row["node"] + row["nodes"]))
-        arcs = edges[int(row["edge"]) : int(row["edge"] + row["edges"])]
+        part = slice(int(row["node"]), int(row["node"]) + int(row["nodes"]))
+        arcs = edges[int(row["edge"]) : int(row["edge"]) + int(row["edges"])]
         inside = nodes[part]
+        if len(inside) != int(row["nodes"]) or len(arcs) != int(row["edges"]):
+            raise ValueError(f"{name} has more nodes or edges than there are")
         gathered = np.frombuffer(b"".join([pieces[i] for i in used[part].tolist()]), "<u1")
-        if len(gathered) != int(inside["size"].sum(dtype=np.int64)):
-            raise ValueError(f"the parameters of {name} have another length than its nodes say")
         if len(arcs) and max(int(arcs["source"].max()), int(arcs["target"].max())) >= len(inside):
             raise ValueError(f"an edge of {name} leads outside of it")
-        graphs.append(Graph(name, inside, arcs, gathered, int(row["parent"])))
+        graphs.append(Graph(str(name), inside, arcs, gathered, int(row["parent"])))
     tables = Tables(
         graphs=graphs,
         functions=_read_functions(names["functions"], table("functions", _FUNCTION), table("layouts", _LAYOUT)),
@@ -190,9 +205,14 @@ def _assemble(file: sections.Sections, binaries: bool) -> Archive:
         attributes=_read_attributes(bytes(file.read("attributes"))),
     )
     _check_indices(tables, nodes)
+    packed = np.array([function.bytes for function in tables.functions] or [0], np.int64)
+    for index, graph in enumerate(graphs):
+        _check_nodes(tables, index, graph, packed)
     contents, at, data = [], 0, file.read("contents")
     for name, address, size in names["contents"]:
-        contents.append(Content(name, int(address), bytes(data[at : at + size])))
+        if not 0 <= size <= len(data) - at:
+            raise ValueError(f"the contents of {name} are not there")
+        contents.append(Content(str(name), int(address), bytes(data[at : at + size])))
         at += size
     return Archive(tables, facts, contents, file.path, file.digest)
 
@@ -207,6 +227,32 @@ def _check_indices(tables: Tables, nodes: Array) -> None:
             raise ValueError(f"a node names a {name} that is not there")
     if any(function.image >= len(tables.images) for function in tables.functions):
         raise ValueError("a function names a binary that is not there")
+
+
+def _check_nodes(tables: Tables, index: int, graph: Graph, packed: Array) -> None:
+    """Each node has what its kind needs, and as many bytes as the driver will read of it; children come later."""
+    nodes, kinds = graph.nodes, graph.nodes["kind"]
+    if (nodes["function"][kinds == KERNEL] < 0).any() or ((nodes["child"] >= 0) != (kinds == CHILD)).any():
+        raise ValueError(f"a node of {graph.name} has no kernel or no graph")
+    for child in nodes["child"][kinds == CHILD].tolist():
+        if child <= index or tables.graphs[child].parent != index:
+            raise ValueError(f"a child of {graph.name} is another's")
+    if not -1 <= graph.parent < max(index, 1):
+        raise ValueError(f"the parent of {graph.name} is not there")
+    wanted, buffered = nodes["size"].astype(np.int64), nodes["via"] != VIA_POINTERS
+    for kind, size in ((MEMSET, MEMSET_PARAMS.itemsize), (MEMCPY, MEMCPY_PARAMS.itemsize)):
+        wanted[kinds == kind] = size
+    pointers = (kinds == KERNEL) & ~buffered
+    wanted[pointers] = packed[nodes["function"][pointers]]
+    if (nodes["size"] != wanted).any():
+        raise ValueError(f"the parameters of a node of {graph.name} have another size than it takes")
+
+
+def _facts(file: sections.Sections) -> dict[str, Any]:
+    found = json.loads(bytes(file.read("facts")))
+    if not isinstance(found, dict):
+        raise ValueError("the facts are no object")
+    return found
 
 
 def _deduplicated(graphs: Sequence[Graph]) -> tuple[Array, bytes, Array]:

@@ -124,10 +124,17 @@ class Baseline:
 
 
 def baseline(graphs: DecodeGraphs) -> Baseline:
-    """Capture the first batch size twice more, into memory that is given back: what FER's own captures compare with."""
+    """Capture the first batch size twice more, into memory that is given back: what FER's own captures compare with.
+
+    Raises:
+        RuntimeError: there is no memory for that, or the step cannot be captured.
+    """
     size = graphs.batch_sizes[0]
     default = capture(graphs, [size], None, freeze=False, keep=False)
     quick = capture(graphs, [size], None, keep=False)
+    for each in (default, quick):
+        if size in each.troubles:
+            raise RuntimeError(each.troubles[size])  # how long it took to fail is no baseline
     return Baseline(size, default.capture_s, quick.capture_s)
 
 

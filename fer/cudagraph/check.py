@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fer.cudagraph.probe import CLOSE, NUMBERS, fill_pattern, judge, replay_probe
-from fer.cudagraph.restore import outputs_of
+from fer.cudagraph.restore import lacks_memory, outputs_of
 from fer.engines.graphs import DEEP, SHALLOW
 from fer.errors import FerError
 
 if TYPE_CHECKING:
     from fer.cudagraph.plan import Plan
     from fer.engines.graphs import DecodeGraphs
+
+NO_MEMORY: Final = "there is no memory to compare its outputs"
+"""Begins the reason against a graph of which nothing bad is known."""
 
 
 def check(
@@ -55,7 +58,7 @@ def _of(plan: Plan, graphs: DecodeGraphs, name: str, number: int, golden: Sequen
             unlike = str(number) in plan.archive.facts["unlike"].get(name, {})
             why = _beside_eager(graphs, size, number, graph, outputs, whole_numbers=not unlike)
     except (FerError, RuntimeError, KeyError) as error:
-        why = f"its outputs could not be compared: {error}"
+        why = f"{NO_MEMORY if lacks_memory(error) else 'its outputs could not be compared'}: {error}"
     return {name: why} if why else {}
 
 

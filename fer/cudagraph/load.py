@@ -36,7 +36,7 @@ class Binaries:
     def __init__(self, cuda: Cuda, tables: Tables, *, verify: bool = True) -> None:
         self._cuda, self._tables, self._verify = cuda, tables, verify
         self.handles: list[int] = [0] * len(tables.functions)
-        self.troubles: dict[int, str] = {}
+        self.troubles: dict[int, FerError] = {}
         self._libraries: dict[int, int] = {}
         self._keep: list[Any] = []
         self._ahead: dict[int, Future[int]] = {}
@@ -64,9 +64,10 @@ class Binaries:
                 try:
                     self.handles[index] = self._load(index)
                 except FerError as error:
-                    self.troubles[index] = str(error)
+                    self.troubles[index] = error
             if index in self.troubles:
-                raise GraphRefused(f"kernel {self._tables.functions[index].name}", why=self.troubles[index])
+                trouble = self.troubles[index]
+                raise GraphRefused(f"kernel {self._tables.functions[index].name}", why=str(trouble)) from trouble
 
     def close(self) -> None:
         """Unload everything. No graph that uses any of it may exist any more."""

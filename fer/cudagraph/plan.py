@@ -53,6 +53,7 @@ class Plan:
         unsaved: why what is captured cannot be saved, ``""`` where it can.
         unproven: the archive at hand would fit, but its proof has to be made first: again, in this start.
         ready: graphs restored so far.
+        checkpoint: names the weights' content, see :func:`checkpoint_name`.
     """
 
     graphs: DecodeGraphs
@@ -69,6 +70,7 @@ class Plan:
     restorer: Restorer | None = None
     unproven: bool = False
     ready: Outlet = field(default_factory=Outlet)
+    checkpoint: str = ""
 
     def close_recorder(self) -> None:
         """Give CUPTI back."""
@@ -104,7 +106,7 @@ def make(start: Start, graphs: DecodeGraphs) -> Plan:
         device=device.name,
         place=ranges.span[0],
     )
-    plan = Plan(graphs, device, open_cuda(), ranges, path, found)
+    plan = Plan(graphs, device, open_cuda(), ranges, path, found, checkpoint=checkpoint_name(start))
     _choose(plan)
     return plan
 
@@ -136,10 +138,16 @@ def describe(start: Start, graphs: DecodeGraphs, ranges: Ranges, device: CudaDev
 
 
 def checkpoint_name(start: Start) -> str:
-    """Names the weights' content as the file system does: output digests belong to it."""
+    """Names the weights' content as the file system does: output digests belong to it.
+
+    Files that cannot be looked at (any more) give a name that no other start has: their content may be any.
+    """
     stamps = []
     for path in start.engine.identity().checkpoint:
-        facts = os.stat(path)
+        try:
+            facts = os.stat(path)
+        except OSError:
+            return f"unknown-{os.urandom(12).hex()}"
         stamps.append((str(path), facts.st_ino, facts.st_size, facts.st_mtime_ns))
     return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:32]
 
@@ -200,6 +208,9 @@ def _choose(plan: Plan) -> None:
         if known.proof == "failed" and known.by == __version__:
             plan.why = f"the archive's proof failed: {known.why}"
             plan.unsaved = "what was captured would be the same; `fer graphs prune` forgets it"
+            return
+        if known.proof != "proven" and plan.checkpoint not in facts["golden"]:
+            plan.why = "the archive is unproven, and other weights are in place than its outputs were recorded with"
             return
         if known.proof != "proven":
             plan.why = f"the archive is unproven: {known.why or 'its proof has not ended'}"

@@ -16,7 +16,8 @@ from fer.cudagraph.archive import Archive
 from fer.cudagraph.build import Builder, instantiate
 from fer.cudagraph.graph import Graph
 from fer.cudagraph.load import Binaries
-from fer.errors import FerError, GraphRefused, IntegrityError, MappingError
+from fer.errors import DriverError, FerError, GraphRefused, IntegrityError, MappingError, OutOfMemory
+from fer.memory import driver
 
 if TYPE_CHECKING:
     from fer.cudagraph.audit import Owner
@@ -33,10 +34,16 @@ Ready = Callable[[str, Graph], None]
 
 @dataclass
 class Progress:
-    """What became of each graph, with the second (since the restore began) it was ready."""
+    """What became of each graph, with the second (since the restore began) it was ready.
+
+    Attributes:
+        passing: those that failed for something that speaks against no graph: lack of memory, or a restore that was
+            ended. Another start may have them.
+    """
 
     ready: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    passing: set[str] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -90,6 +97,7 @@ def place(archive: Archive, cuda: Cuda, ranges: Ranges) -> None:
     Raises:
         OutOfMemory: the device has not enough memory for the pool.
         MappingError: the recorded addresses are not those of this process.
+        IntegrityError: contents lie outside of the scratch buffers they are recorded for.
     """
     try:
         _place(archive, cuda, ranges)
@@ -105,7 +113,11 @@ def _place(archive: Archive, cuda: Cuda, ranges: Ranges) -> None:
         if recorded["address"] != each.address:
             raise MappingError(f"the range {each.name} lies at {each.address:#x}, was at {recorded['address']:#x}")
     # Of scratch memory only what libraries still hold: what warm-ups used beside it is nobody's.
-    ranges.scratch.map_parts([(at, size) for name, at, size in archive.facts["owners"] if name.startswith("scratch/")])
+    parts = {str(name): (at, size) for name, at, size in archive.facts["owners"] if str(name).startswith("scratch/")}
+    for content in archive.scratch:
+        if parts.get(content.name) != (content.address, len(content.data)):
+            raise IntegrityError(f"the contents of {content.name} are not for where it lies")
+    ranges.scratch.map_parts(list(parts.values()))
     used = archive.facts["ranges"]["pool"]["used"]
     ranges.pool.map(used, chunk=max(used, 1))
     for content in archive.scratch:
@@ -190,14 +202,21 @@ class Restorer:
         """Stop after the graph at hand."""
         self._stop.set()
 
-    def abandon(self) -> None:
-        """Stop, and unload what was restored; nothing of it may be in use."""
+    def abandon(self) -> bool:
+        """Stop, and unload what was restored; nothing of it may be in use.
+
+        Returns:
+            False where the restore does not come to its end: all of it stays, since a call of the driver is under way.
+        """
         self.cancel()
-        self.wait(_LONG_S)
+        if not self.wait(_LONG_S):
+            _log.warning("graphs: the restore did not end within %.0f s; what it holds stays", _LONG_S)
+            return False
         for graph in self._made:
             graph.reset()
         self._made.clear()
         self._binaries.close()
+        return True
 
     def wait(self, timeout: float | None = None, *, count: int | None = None) -> bool:
         """True once every graph is ready or failed; with ``count``, once that many are."""
@@ -208,12 +227,15 @@ class Restorer:
             )
 
     def after(self, call: Callable[[], None]) -> None:
-        """Call once everything is ready or failed: at once if it is, else from the thread that restores."""
+        """Call once everything is ready or failed: at once if it is, else from the thread that restores.
+
+        What the call raises is logged there, and concerns nobody.
+        """
         with self._moved:
             if not self._ended:
                 self._after.append(call)
                 return
-        call()
+        _quietly(call)
 
     def run(self) -> None:
         """Restore all graphs, one after another; a failure concerns its graph alone."""
@@ -228,7 +250,7 @@ class Restorer:
                 self._ended = True
                 self._moved.notify_all()
             for call in self._after:
-                call()
+                _quietly(call)
 
     def _run(self, finisher: ThreadPoolExecutor) -> None:
         tables = self.archive.tables
@@ -238,7 +260,7 @@ class Restorer:
         )
         for name in self._order:
             if self._stop.is_set():
-                self._failed(name, GraphRefused("was cancelled"))
+                self._failed(name, GraphRefused("was cancelled"), passing=True)
                 continue
             try:
                 handle = self._build(name)
@@ -293,8 +315,8 @@ class Restorer:
         self._cuda.call("upload", executable, self._stream)
         self._cuda.call("stream_synchronize", self._stream)
 
-    def _failed(self, name: str, error: Exception) -> None:
-        if isinstance(error, (FerError, KeyError, StopIteration)):
+    def _failed(self, name: str, error: Exception, *, passing: bool = False) -> None:
+        if isinstance(error, (FerError, KeyError)):
             _log.warning("graph %s is not restored: %s", name, error)
             why = str(error) or repr(error)
         else:
@@ -302,6 +324,8 @@ class Restorer:
             why = f"bug in FER, please report: {error!r}"
         with self._moved:
             self.progress.failed.setdefault(name, why)
+            if passing or lacks_memory(error):
+                self.progress.passing.add(name)
             self._moved.notify_all()
 
     @contextmanager
@@ -311,6 +335,26 @@ class Restorer:
             yield
         finally:
             self._cuda.pop_context(ctypes.byref(ctypes.c_uint64()))
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """Whether this, or what it came from, is for want of memory: the device's, or the host's."""
+    while error is not None:
+        if isinstance(error, (OutOfMemory, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and "out of memory" in str(error):  # torch's word for it
+            return True
+        if isinstance(error, DriverError) and driver.code_of(error) == driver.OUT_OF_MEMORY:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:  # an engine serves already: it has lost nothing but a line of its report
+        _log.exception("what follows a restore failed")
 
 
 def outputs_of(archive: Archive, name: str, device: str, ranges: Ranges) -> Mapping[str, Any]:

@@ -34,6 +34,8 @@ _RAW, _ZSTD = 0, 1
 _PAGE: Final = 4096
 _MAX_SECTIONS: Final = 64
 _MAX_RAW: Final = 64 << 30
+_MAX_UNPACKED: Final = 4 << 30  # tables and contents are a few megabytes
+_FRAME_HEADER: Final = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +86,9 @@ class Sections:
         found: dict[str, Entry] = {}
         for at in range(0, len(table), _ENTRY.size):
             name, codec, _, offset, stored, raw, section = _ENTRY.unpack_from(table, at)
-            entry = Entry(
-                name=name.rstrip(b"\0").decode(), codec=codec, offset=offset, stored=stored, raw=raw, digest=section
-            )
-            if codec not in (_RAW, _ZSTD) or offset + stored > self.size or raw > _MAX_RAW:
+            text = name.rstrip(b"\0").decode(errors="replace")
+            entry = Entry(name=text, codec=codec, offset=offset, stored=stored, raw=raw, digest=section)
+            if codec not in (_RAW, _ZSTD) or offset + stored > self.size or raw > (_MAX_RAW, _MAX_UNPACKED)[codec]:
                 raise self._bad(entry.name, "it reaches past the end of the file: the file is truncated")
             found[entry.name] = entry
         return hashlib.sha256(digest).hexdigest(), found
@@ -105,11 +106,11 @@ class Sections:
         if entry.codec == _RAW:
             return view
         try:
+            if zstandard.frame_content_size(view[:_FRAME_HEADER]) != entry.raw:  # memory is taken as the frame says
+                raise self._bad(name, "it has another length than recorded")
             raw = zstandard.ZstdDecompressor().decompress(bytes(view), max_output_size=entry.raw)
         except zstandard.ZstdError as error:
             raise self._bad(name, str(error)) from error
-        if len(raw) != entry.raw:
-            raise self._bad(name, "it has another length than recorded")
         return memoryview(raw)
 
     def view(self, name: str) -> memoryview:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fer.cudagraph.capture import capture
 from fer.cudagraph.restore import outputs_of, touched, verify_owners
-from fer.cudagraph.save import layout_digest, tensors
+from fer.cudagraph.save import layout_digest, name_of, tensors
 
 if TYPE_CHECKING:
     from fer.cudagraph.audit import Owner
@@ -31,6 +31,10 @@ class Session:
 
     Args:
         barred: graphs that must not be used, whatever becomes of their restore.
+
+    Attributes:
+        used: restored graphs that the engine has.
+        failed: why graphs that were restored could not be handed over.
     """
 
     def __init__(self, plan: Plan, graphs: DecodeGraphs, barred: Iterable[str]) -> None:
@@ -38,7 +42,9 @@ class Session:
         self._barred = set(barred)
         self._lock = threading.Lock()
         self._missing: set[int] = set()
+        self._native: dict[int, list[Owner]] = {}  # where everything was when a size was captured in this process
         self.used: dict[str, Any] = {}
+        self.failed: dict[str, str] = {}
 
     def use(self, name: str, graph: Any) -> None:
         """Hand a graph to the engine, unless it is barred; called from whichever thread has it."""
@@ -48,7 +54,13 @@ class Session:
             if name in self._barred:
                 return
             graph.pool_id = plan.ranges.pool.name
-            outputs = outputs_of(archive, name, f"cuda:{plan.device.ordinal}", plan.ranges)
+            try:
+                outputs = outputs_of(archive, name, f"cuda:{plan.device.ordinal}", plan.ranges)
+            except Exception as error:  # what an archive says of outputs may be anything; this graph is captured
+                log.warning("graph %s is not used: %r", name, error)
+                self._barred.add(name)
+                self.failed[name] = f"its outputs cannot be had: {error!r}"
+                return
             self.used[name] = graph
             self._graphs.use(size_of(name), graph, outputs)
 
@@ -57,33 +69,66 @@ class Session:
         with self._lock:
             self._missing |= {size_of(name) for name in names}
 
+    def replaced(self, sizes: Iterable[int]) -> None:
+        """These were captured natively just now, and stand in for what was restored of them."""
+        owners = owners_of(self._plan)
+        with self._lock:
+            for size in sizes:
+                self._native[size] = owners
+                self._missing.discard(size)
+                name = name_of(size)
+                self._barred.add(name)
+                self.used.pop(name, None)
+
     def wait(self, timeout: float | None = None) -> bool:
         """True once every graph is ready or failed."""
         return self._plan.restorer is None or self._plan.restorer.wait(timeout)
 
     def verify_owners(self) -> list[str]:
-        """After sleep, wake or a change of weights: stop using the graphs whose memory moved; what moved, by name."""
-        wrong = moved(self._plan, owners_of(self._plan))
+        """After sleep, wake or a change of weights: stop using the graphs whose memory moved; what moved, by name.
+
+        Graphs captured in this process are held to where everything was then, restored ones to what the archive says.
+        """
+        now = owners_of(self._plan)
+        wrong = moved(self._plan, now)
         assert self._plan.archive is not None
         gone = touched(self._plan.archive.facts, wrong) if wrong else {}
+        found = dict.fromkeys(wrong.values())
         with self._lock:
             self._barred |= set(gone)
-            for name in gone:
-                self._graphs.use(size_of(name), None, None)
-                self._missing.add(size_of(name))
-                self.used.pop(name, None)
-        return list(wrong.values())
+            sizes = {size_of(name) for name in gone} - set(self._native)
+            for size, owners in list(self._native.items()):
+                moved_since = verify_owners([(each.name, each.address, each.size) for each in owners], now)
+                if moved_since:
+                    found |= dict.fromkeys(moved_since.values())
+                    sizes.add(size)
+                    del self._native[size]
+            for size in sizes:
+                self._graphs.use(size, None, None)
+                self._missing.add(size)
+                self.used.pop(name_of(size), None)
+        return list(found)
 
     def capture_missing(self) -> None:
-        """Capture what is missing, natively; from the engine's own thread, while no row is at work."""
+        """Capture what is missing, natively; from the engine's own thread, while no row is at work.
+
+        What cannot be captured either (lack of memory) runs eagerly, and the log says so.
+        """
         if not self._missing or not self.wait(_LONG_S):
             return
         with self._lock:
             sizes, self._missing = sorted(self._missing), set()
-        captured = capture(self._graphs, sizes, None, keep=False)
+        try:
+            captured = capture(self._graphs, sizes, None, keep=False)
+        except RuntimeError as error:  # torch's word for all that can go wrong
+            log.warning("graphs: %s stay without a graph: %s", sizes, (str(error).splitlines() or [repr(error)])[0])
+            return
+        self.replaced(captured.graphs)
         for size, graph in captured.graphs.items():
             self._graphs.use(size, graph, captured.outputs[size])
         log.info("graphs: captured %s that could not be restored", sorted(captured.graphs))
+        for size, why in captured.troubles.items():
+            log.warning("graphs: %d stays without a graph: %s", size, why)
 
 
 def owners_of(plan: Plan) -> list[Owner]:

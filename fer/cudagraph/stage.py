@@ -17,11 +17,13 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from fer import __version__
 from fer.cudagraph import plan as planning
 from fer.cudagraph import state
+from fer.cudagraph.check import NO_MEMORY
+from fer.cudagraph.outcome import Outcome, first_reasons, first_troubles, left, say, usable
 from fer.cudagraph.plan import Plan
 from fer.cudagraph.restore import touched
 from fer.cudagraph.save import name_of
@@ -71,7 +73,7 @@ class CudaGraphStage(Wide):
             except FerError as error:
                 self._why = str(error)
             except Exception as error:  # a bug of ours must not take down an engine
-                self._why = f"bug in FER, please report: {type(error).__name__}: {error}"
+                self._why = _bug(error)
                 log.exception("the graphs' stage failed before the weights")
             plan = self._plan
             # Asked on every rank, whatever happened on it: all restore, or none.
@@ -79,7 +81,11 @@ class CudaGraphStage(Wide):
             if plan is not None and plan.archive is not None and not together:
                 plan.archive, plan.why = None, "another rank of this launch has no archive that fits"
             if plan is not None:
-                planning.begin(plan)
+                try:
+                    planning.begin(plan)
+                except Exception as error:  # as above; what an archive says may be anything, too
+                    log.exception("the graphs' stage failed before the weights")
+                    self._give_up(_bug(error))
 
     @contextmanager
     def placing(self, start: Start) -> Iterator[None]:
@@ -100,8 +106,14 @@ class CudaGraphStage(Wide):
         with plan.ranges.kv.place():
             yield
         plan.ranges.kv.trim()
-        with plan.ranges.static.place():
-            graphs.allocate()
+        try:
+            with plan.ranges.static.place():
+                graphs.allocate()
+        except RuntimeError as error:  # torch's word for lack of memory in the range
+            plan.unsaved = f"the inputs do not fit into the range static: {_first_line(error)}"
+            log.warning("graphs: %s", plan.unsaved)
+            self._allocate()
+            return
         self._placed = True
 
     def run(self, start: Start) -> None:
@@ -130,6 +142,27 @@ class CudaGraphStage(Wide):
 
     def _restore(self, start: Start, plan: Plan, graphs: DecodeGraphs) -> None:
         """Hand over what is ready and right; the rest follows, or is captured."""
+        try:
+            session, outcome = self._hand_over(start, plan, graphs)
+        except Exception as error:  # the driver's, or a bug of ours: the engine captures, as the other ranks will
+            log.exception("restored graphs could not be handed over")
+            plan.ready.open(lambda name, graph: None)
+            for size in graphs.batch_sizes:
+                graphs.use(size, None, None)
+            graphs.session = None
+            _let_go(plan)
+            start.engine.agree(False)
+            self._capture_alone(start, str(error) if isinstance(error, FerError) else _bug(error))
+            return
+        assert plan.restorer is not None
+        if outcome.patient or plan.restorer.wait(0):
+            self._conclude(start, plan, graphs, session, outcome)
+            return
+        say(start, plan, session, outcome, under_way=len(left(plan)))
+        plan.restorer.after(lambda: self._follow(start, plan, session, outcome))
+
+    def _hand_over(self, start: Start, plan: Plan, graphs: DecodeGraphs) -> tuple[Session, Outcome]:
+        """Check some of what is ready, or all of it, and open the way to the engine for what is right."""
         archive, restorer = plan.archive, plan.restorer
         assert archive is not None and restorer is not None and plan.state is not None
         wrong = moved(plan, owners_of(plan))
@@ -142,61 +175,77 @@ class CudaGraphStage(Wide):
         patient = useless or start.options.verify == "full" or not _alone(start)
         with start.report.step("wait for graphs"):
             in_time = restorer.wait(_WAIT_S, count=None if patient else FIRST)
+            if in_time and not patient and not usable(plan, gone) and start.options.verify != "off":
+                patient, in_time = True, restorer.wait(_WAIT_S)  # nothing is there yet that could be checked
         if not in_time:
             restorer.cancel()
         if wrong:
             self._outdate(plan, wrong)
+        seen = usable(plan, gone)
         with start.report.step("check graphs"):
-            failed = self._check(start, plan, graphs, gone)
-        outcome = _Outcome(known, {**gone, **({} if in_time else dict.fromkeys(_left(plan), _LATE))}, failed)
+            checked, failed = self._check(start, plan, graphs, seen)
+            if failed and len(checked) < len(archive.facts["order"]):  # one that is wrong makes all others suspect
+                patient, in_time = True, restorer.wait(_WAIT_S) and in_time
+                seen = usable(plan, gone)
+                more, wrong_too = self._check(start, plan, graphs, [n for n in seen if n not in checked], most=True)
+                checked, failed = [*checked, *more], {**failed, **wrong_too}
+        gone |= {name: failed.pop(name) for name, why in list(failed.items()) if why.startswith(NO_MEMORY)}
+        late = [] if in_time else [name for name in left(plan, but=seen) if name not in gone]
+        outcome = Outcome(known, {**gone, **dict.fromkeys(late, _LATE)}, failed, patient, len(checked))
         session = Session(plan, graphs, {**outcome.all})
         graphs.session = session
         plan.ready.open(session.use)
-        if restorer.wait(0) or patient:
-            self._conclude(start, plan, graphs, session, outcome)
-            return
-        _say(start, plan, session, outcome, captured=0, under_way=len(_left(plan)))
-        restorer.after(lambda: self._follow(start, plan, session, outcome))
+        return session, outcome
 
-    def _conclude(self, start: Start, plan: Plan, graphs: DecodeGraphs, session: Session, outcome: _Outcome) -> None:
+    def _conclude(self, start: Start, plan: Plan, graphs: DecodeGraphs, session: Session, outcome: Outcome) -> None:
         """All is ready or failed: capture what is not there, now."""
-        outcome.take(plan)
+        outcome.take(plan, session)
         if outcome.news:
             self._quarantine(plan, outcome.news)
-        if not session.used and plan.restorer is not None:
-            plan.restorer.abandon()
+        if not session.used:
+            _let_go(plan)
         # Steps may hold collectives, so ranks capture together what one of them lacks.
-        everywhere = start.engine.agree(not (outcome.news or outcome.gone)) or _alone(start)
+        everywhere = start.engine.agree(not outcome.all) or _alone(start)
         sizes = [size for size in graphs.batch_sizes if name_of(size) in outcome.all or not everywhere]
         captured = self._capture(start, graphs, sizes, None, keep=False) if sizes else None
-        _say(start, plan, session, outcome, captured=len(captured.graphs) if captured else 0)
+        if captured is not None:
+            session.replaced([*captured.graphs, *captured.troubles])
+            outcome.troubles = captured.troubles
+        if not session.used:
+            _let_go(plan)
+        say(start, plan, session, outcome, captured=len(captured.graphs) if captured else 0)
 
-    def _follow(self, start: Start, plan: Plan, session: Session, outcome: _Outcome) -> None:
+    def _follow(self, start: Start, plan: Plan, session: Session, outcome: Outcome) -> None:
         """The engine serves already when the last graph is ready or failed; it captures what failed when it is idle."""
-        outcome.take(plan)
+        outcome.take(plan, session)
         if outcome.news:
             self._quarantine(plan, outcome.news)
         session.miss(outcome.all)
-        _say(start, plan, session, outcome, captured=0)
+        say(start, plan, session, outcome)
 
-    def _check(self, start: Start, plan: Plan, graphs: DecodeGraphs, gone: Mapping[str, str]) -> dict[str, str]:
-        """Replay graphs against their recorded outputs: one or two (fast), all (full)."""
-        names = [name for name in plan.ready.graphs if name not in gone]
-        if start.options.verify == "off" or not names:
-            return {}
+    def _check(
+        self, start: Start, plan: Plan, graphs: DecodeGraphs, names: Sequence[str], *, most: bool = False
+    ) -> tuple[list[str], dict[str, str]]:
+        """Replay graphs against their recorded outputs, one or two (fast) or all (full): which, and what was wrong."""
         full = start.options.verify == "full"
-        chosen = names if full else sorted(names, key=lambda name: _output_bytes(plan, name))[:FAST]
         assert plan.archive is not None
-        golden = plan.archive.facts["golden"].get(planning.checkpoint_name(start))
-        if not _alone(start):  # an eager step of one rank would wait for the others
-            chosen = [name for name in chosen if golden and all(golden.get(name, ("",)))]
+        golden = plan.archive.facts["golden"].get(plan.checkpoint)
+        # An eager step of one rank would wait for the others.
+        chosen = [name for name in names if _alone(start) or (golden or {}).get(name)]
+        if not full and not most:
+            chosen = sorted(chosen, key=lambda name: _output_bytes(plan, name))[:FAST]
+        if start.options.verify == "off" or not chosen:
+            return [], {}
         from fer.cudagraph.check import check
 
-        return check(plan, graphs, chosen, golden, deep=full)
+        return chosen, check(plan, graphs, chosen, golden, deep=full)
 
     def _quarantine(self, plan: Plan, failed: Mapping[str, str]) -> None:
-        assert plan.state is not None
+        assert plan.state is not None and plan.archive is not None
         plan.state.quarantined.update(failed)
+        if not set(plan.archive.facts["order"]) - {*plan.state.quarantined, *plan.archive.facts["refused"]}:
+            plan.state.proof, plan.state.by = "failed", __version__
+            plan.state.why = f"no graph of it is left that did not fail: {first_reasons(failed)}"
         self._write_down(plan)
 
     def _outdate(self, plan: Plan, wrong: Mapping[str, str]) -> None:
@@ -224,8 +273,12 @@ class CudaGraphStage(Wide):
         """What a capture costs with and without the garbage collector; not where ranks would have to do it together."""
         from fer.cudagraph.capture import baseline
 
-        with start.report.step("compare capture with default GC"):
-            return baseline(graphs) if _alone(start) else None
+        with start.report.step("compare capture with default GC") as span:
+            try:
+                return baseline(graphs) if _alone(start) else None
+            except RuntimeError as error:  # lack of memory for a graph more: the engine has those that it needs
+                span.details["failed"] = _first_line(error)
+                return None
 
     def _capture_and_save(self, start: Start, plan: Plan, graphs: DecodeGraphs) -> None:
         if plan.recorder is None or not self._placed:
@@ -237,20 +290,15 @@ class CudaGraphStage(Wide):
         try:
             for each, wanted in ((plan.ranges.scratch, graphs.scratch_bytes), (plan.ranges.pool, graphs.pool_bytes)):
                 each.map(min(wanted, plan.device.room().free // 3))
-        except FerError as error:
-            plan.close_recorder()
-            self._capture_alone(start, f"{plan.why}; not saved: {error}")
-            return
-        try:
             captured = self._capture(start, graphs, graphs.batch_sizes, plan.ranges, keep=True)
-        except RuntimeError as error:  # torch's word for lack of memory in a range, too
+        except (FerError, RuntimeError) as error:  # the latter is torch's word for lack of memory in a range, too
             plan.close_recorder()
-            self._capture_alone(start, f"{plan.why}; not saved: {str(error).splitlines()[0]}")
+            _trim(plan)  # two thirds of what was free are wanted elsewhere; what torch has of it stays
+            self._capture_alone(start, f"{plan.why}; not saved: {_first_line(error)}")
             return
+        _trim(plan)
         if captured.troubles:  # those that did not fit into the range may fit elsewhere
             self._capture(start, graphs, list(captured.troubles), None, keep=False)
-        plan.ranges.scratch.trim()
-        plan.ranges.pool.trim()
         details: dict[str, Any] = {"saved": False}
         why = plan.why
         base = self._baseline(start, graphs)
@@ -262,7 +310,7 @@ class CudaGraphStage(Wide):
             why = f"{why}; not saved: {error}"
             log.warning("the graphs were not saved: %s", error)
         except Exception as error:  # a bug of ours must not take down an engine that has its graphs
-            why = f"{why}; not saved: bug in FER, please report: {type(error).__name__}: {error}"
+            why = f"{why}; not saved: {_bug(error)}"
             log.exception("saving graphs failed")
         finally:
             plan.close_recorder()
@@ -287,30 +335,36 @@ class CudaGraphStage(Wide):
             plan.ranges,
             planning.weights_of(plan),
             facts,
-            planning.checkpoint_name(start),
+            plan.checkpoint,
         )
-        self._prove(start, plan, worth=bool(saved.kept))
+        trouble = self._prove(start, plan, worth=bool(saved.kept))
         return {
             "saved": True,
             "kept": len(saved.kept),
             "nodes": saved.nodes,
             "refused": "; ".join(f"{name}: {why}" for name, why in list(saved.refused.items())[:3]),
-            "proof": "under way",
+            "proof": trouble or ("under way" if saved.kept else "none of its graphs can be kept"),
             "save_s": {name: round(seconds, 6) for name, seconds in saved.seconds.items()},
         }
 
-    def _prove(self, start: Start, plan: Plan, *, worth: bool) -> None:
+    def _prove(self, start: Start, plan: Plan, *, worth: bool) -> str:
+        """Have the archive proven; why that could not even begin, ``""`` where it has."""
         from fer.cudagraph import proof
 
         weights = start.report.stages.get("weights")
-        proof.begin(
-            plan.path,
-            ordinal=plan.device.ordinal,
-            checkpoint=planning.checkpoint_name(start),
-            edition=str(weights.details.get("edition", "")) if weights else "",
-            runtime_dir=start.options.runtime_dir,
-            worth=worth,
-        )
+        try:
+            proof.begin(
+                plan.path,
+                ordinal=plan.device.ordinal,
+                checkpoint=plan.checkpoint,
+                edition=str(weights.details.get("edition", "")) if weights else "",
+                runtime_dir=start.options.runtime_dir,
+                worth=worth,
+            )
+        except (FerError, ValueError, RuntimeError) as error:  # the archive was removed; no thread can be started
+            log.warning("the graphs' proof could not begin: %s", error)
+            return f"could not begin: {error}"
+        return ""
 
     def _capture(
         self, start: Start, graphs: DecodeGraphs, sizes: Sequence[int], ranges: Any, *, keep: bool
@@ -345,55 +399,24 @@ def _output_bytes(plan: Plan, name: str) -> int:
     return sum(math.prod(each["shape"]) for each in plan.archive.facts["outputs"][name].values())
 
 
-@dataclass
-class _Outcome:
-    """Graphs that are not used, with the reason: known before, moved memory, wrong outputs, failed in the restore."""
-
-    known: Mapping[str, str]
-    gone: Mapping[str, str]
-    failed: dict[str, str]
-    lost: dict[str, str] = field(default_factory=dict)
-
-    def take(self, plan: Plan) -> None:
-        """The restore has ended: what it lost."""
-        assert plan.restorer is not None
-        self.lost = {**dict.fromkeys(_left(plan), "it was not restored"), **plan.restorer.progress.failed}
-
-    @property
-    def news(self) -> dict[str, str]:
-        """What speaks against a graph itself and was not known."""
-        found = {**self.lost, **self.failed}
-        return {name: why for name, why in found.items() if name not in self.known and name not in self.gone}
-
-    @property
-    def all(self) -> dict[str, str]:
-        return {**self.lost, **self.failed, **self.known, **self.gone}
+def _let_go(plan: Plan) -> None:
+    """Nothing that was restored is in use: give its memory back, unless the restore still works on it."""
+    if plan.restorer is not None and plan.restorer.abandon():
+        plan.ranges.scratch.close()
+        plan.ranges.pool.close()
 
 
-def _left(plan: Plan) -> list[str]:
-    """Graphs that are neither ready nor failed yet."""
-    assert plan.archive is not None and plan.restorer is not None and plan.state is not None
-    done = {*plan.ready.graphs, *plan.restorer.progress.failed, *plan.state.quarantined}
-    return [name for name in plan.archive.facts["order"] if name not in done | set(plan.archive.facts["refused"])]
+def _trim(plan: Plan) -> None:
+    plan.ranges.scratch.trim()
+    plan.ranges.pool.trim()
 
 
-def _say(start: Start, plan: Plan, session: Session, outcome: _Outcome, *, captured: int, under_way: int = 0) -> None:
-    assert plan.archive is not None and plan.restorer is not None
-    progress = plan.restorer.progress
-    times = sorted(progress.ready.values())
-    start.report.stage(
-        CudaGraphStage.name,
-        path="restored" if session.used or under_way else "refused",
-        why=_why(outcome.all),
-        graphs=len(session.used),
-        captured=captured,
-        **({"under_way": under_way} if under_way else {}),
-        first_s=round(times[0], 6) if times else 0.0,
-        **({"first_four_s": round(times[3], 6)} if len(times) > 3 else {}),
-        all_s=round(times[-1], 6) if times else 0.0,
-        steps={name: round(seconds, 6) for name, seconds in progress.seconds.items()},
-        **plan.archive.facts.get("captured", {}),
-    )
+def _bug(error: Exception) -> str:
+    return f"bug in FER, please report: {type(error).__name__}: {error}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]
 
 
 def _on(device: str) -> AbstractContextManager[object]:
@@ -426,15 +449,8 @@ def _figures(captured: Captured, base: Baseline | None) -> dict[str, Any]:
         "captured": len(captured.graphs),
         **_seconds(captured, base),
         "gc": "frozen",
-        "troubles": "; ".join(f"{size}: {why}" for size, why in list(captured.troubles.items())[:3]),
+        "troubles": first_troubles(captured.troubles),
     }
-
-
-def _why(failed: Mapping[str, str]) -> str:
-    reasons: dict[str, int] = {}
-    for why in failed.values():
-        reasons[why] = reasons.get(why, 0) + 1
-    return "; ".join(f"{count} x {why}" if count > 1 else why for why, count in list(reasons.items())[:3])
 
 
 __all__ = ["FIRST", "CudaGraphStage", "owners_of"]

@@ -79,7 +79,7 @@ def damage(path: Path) -> list[str]:
                 found.append(f"graph {name}")
     except ArchiveError as error:
         return [str(error.fields.get("section", "file"))]
-    except StopIteration:
+    except KeyError:
         return ["graphs"]
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -222,3 +223,68 @@ def test_equal_parameter_blocks_are_stored_once(tmp_path: Path) -> None:
     tables, _ = walked(fake, captured(fake))
     assert archive.tables.digest(archive.tables.graphs[0]) == tables.digest(tables.graphs[0])
     assert np.array_equal(archive.tables.graphs[0].params, tables.graphs[0].params)
+
+
+def test_nothing_is_unloaded_under_a_restore_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fer.cudagraph.restore._LONG_S", 0.05)
+    fake, entered, go_on = FakeDriver(), threading.Event(), threading.Event()
+
+    def ready(name: str, graph: Graph) -> None:
+        entered.set()
+        assert go_on.wait(60)
+
+    restorer = Restorer(prepared(fake, tmp_path), fake.cuda, ready, order=["decode/4"], context=1)
+    restorer.start()
+    assert entered.wait(60)
+    try:
+        assert not restorer.abandon()
+        assert fake.execs
+        assert fake.libraries
+    finally:
+        go_on.set()
+    assert restorer.wait(60)
+    assert restorer.abandon()
+    assert (fake.execs, fake.libraries) == ({}, {})
+
+
+@pytest.mark.parametrize("call", ["cuGraphInstantiateWithFlags", "cuLibraryLoadData", "cuGraphUpload"])
+@pytest.mark.parametrize(("code", "passing"), [(2, {"decode/4"}), (1, set())])
+def test_lack_of_memory_speaks_against_no_graph(tmp_path: Path, call: str, code: int, passing: set[str]) -> None:
+    fake = FakeDriver()
+    archive = prepared(fake, tmp_path)
+    fake.refuse[call] = code
+    restorer, _ = restored(fake, archive)
+    assert call in restorer.progress.failed["decode/4"]
+    assert restorer.progress.passing == passing
+
+
+def test_what_is_cancelled_speaks_against_no_graph(tmp_path: Path) -> None:
+    fake = FakeDriver()
+    restorer = Restorer(prepared(fake, tmp_path), fake.cuda, lambda *_: None, order=["decode/4"], context=1)
+    restorer.cancel()
+    restorer.run()
+    assert restorer.progress.passing == {"decode/4"} == set(restorer.progress.failed)
+
+
+def test_what_follows_a_restore_and_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fake, done = FakeDriver(), []
+
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    restorer = Restorer(prepared(fake, tmp_path), fake.cuda, lambda *_: None, order=["decode/4"], context=1)
+    restorer.after(fail)
+    restorer.after(lambda: done.append(1))
+    restorer.run()
+    restorer.after(fail)
+    assert done == [1]
+    assert caplog.text.count("ZeroDivisionError: a bug") == 2
+
+
+def test_a_graph_that_is_not_there_fails_alone(tmp_path: Path) -> None:
+    fake, graphs = FakeDriver(), {}
+    restorer = Restorer(
+        prepared(fake, tmp_path), fake.cuda, graphs.__setitem__, order=["decode/9", "decode/4"], context=1
+    )
+    restorer.run()
+    assert (list(graphs), list(restorer.progress.failed)) == (["decode/4"], ["decode/9"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,132 +10,17 @@ import pytest
 
 import fer
 from fer.cudagraph import plan as planning
-from fer.cudagraph import proof, sections, session, stage, state
-from fer.cudagraph.capture import Baseline, Captured
-from fer.cudagraph.graph import Graph
+from fer.cudagraph import sections, state
+from fer.cudagraph.capture import Captured
 from fer.cudagraph.plan import Plan
-from fer.cudagraph.restore import Progress, verify_owners
-from fer.cudagraph.save import layout_digest
+from fer.cudagraph.restore import verify_owners
 from fer.errors import DriverError, MappingError
 from fer.fingerprint import Fingerprint
 from fer.options import Options
 from fer.report import Report
 from fer.stages import Start
-from tests.support.cudagraph_engine import ToyEngine, ToyGraphs
-
-NAMES = ["decode/4", "decode/8"]
-
-
-class FakeRange:
-    def __init__(self, name: str) -> None:
-        self.name, self.mapped, self.trimmed = name, 0, 0
-
-    def map(self, size: int, chunk: int = 0) -> None:
-        self.mapped = size
-
-    def trim(self) -> None:
-        self.trimmed += 1
-
-    def close(self) -> None:
-        self.mapped = 0
-
-    def place(self) -> Any:
-        return nullcontext()
-
-
-def pretended_ranges() -> Any:
-    made = {name: FakeRange(name) for name in ("kv", "static", "scratch", "pool")}
-    return SimpleNamespace(**made, all=tuple(made.values()), span=(0, 1 << 48))
-
-
-class FakeRestorer:
-    def __init__(self, failed: dict[str, str] | None = None) -> None:
-        self.progress = Progress(ready={name: 0.1 for name in NAMES if name not in (failed or {})}, failed=failed or {})
-        self.cancelled, self.ended = False, True
-        self.calls: list[Callable[[], None]] = []
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    abandon = cancel
-
-    def wait(self, timeout: float | None = None, *, count: int | None = None) -> bool:
-        return self.ended or (count is not None and len(self.progress) >= min(count, len(NAMES)))
-
-    def after(self, call: Callable[[], None]) -> None:
-        self.calls.append(call)
-
-
-class Bench:
-    """One start of the stage, with everything below it pretended."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: Any) -> None:
-        self.graphs = ToyGraphs()
-        self.start = Start(engine=ToyEngine(graphs=self.graphs), options=Options(**options), report=Report())
-        self.captures: list[tuple[list[int], bool]] = []
-        self.checks: dict[str, str] = {}
-        self.closed = 0
-        self.plan = Plan(
-            graphs=self.graphs,
-            device=SimpleNamespace(ordinal=0, room=lambda: SimpleNamespace(free=1 << 30)),  # type: ignore[arg-type]
-            cuda=None,  # type: ignore[arg-type]
-            ranges=pretended_ranges(),
-            path=tmp_path / "graphs" / "a.fergraph",
-            fingerprint=Fingerprint(group={}, rank={}),
-            why="no archive was saved yet",
-        )
-        monkeypatch.setattr(planning, "make", lambda start, graphs: self.plan)
-        monkeypatch.setattr(planning, "begin", lambda plan: None)
-        monkeypatch.setattr("fer.cudagraph.capture.capture", self.capture)
-        monkeypatch.setattr("fer.cudagraph.capture.baseline", lambda graphs: Baseline(4, 0.2, 0.1))
-        monkeypatch.setattr(
-            "fer.cudagraph.check.check",
-            lambda plan, graphs, names, golden, deep: {n: w for n, w in self.checks.items() if n in names},
-        )
-        monkeypatch.setattr(session, "outputs_of", lambda *_: {})
-        monkeypatch.setattr(session, "capture", self.capture)
-        self.stage = stage.CudaGraphStage()
-        self.plan.path.parent.mkdir(mode=0o700, exist_ok=True)
-
-    def capture(self, graphs: Any, sizes: Any, ranges: Any, *, keep: bool) -> Captured:
-        self.captures.append((list(sizes), ranges is not None))
-        return Captured(graphs={s: f"native {s}" for s in sizes}, outputs={s: {} for s in sizes})
-
-    def restoring(
-        self, failed: dict[str, str] | None = None, quarantined: dict[str, str] | None = None
-    ) -> FakeRestorer:
-        owners = self.owners()
-        facts = {
-            "order": NAMES,
-            "golden": {},
-            "owners": owners,
-            "uses": {NAMES[0]: range(len(owners)), NAMES[1]: [0, 1]},  # only the first one touches the inputs
-            "outputs": {NAMES[0]: {"y": {"shape": [4, 4]}}, NAMES[1]: {"y": {"shape": [8, 4]}}},
-            "weights": layout_digest(self.graphs.weights()),
-            "refused": {},
-        }
-        self.plan.archive = SimpleNamespace(facts=facts)  # type: ignore[assignment]
-        self.plan.state = state.State("digest", "proven", "", quarantined or {})
-        restorer = FakeRestorer(failed)
-        self.plan.restorer = restorer  # type: ignore[assignment]
-        for name in restorer.progress.ready:
-            self.plan.ready.put(name, Graph(name, 1, None))  # type: ignore[arg-type]
-        return restorer
-
-    def owners(self) -> list[Any]:
-        self.graphs.allocate()
-        found = [(o.name, o.address, o.size) for o in stage.owners_of(self.plan)]
-        self.graphs.allocate = lambda: None  # type: ignore[method-assign]
-        return found
-
-    def run(self) -> Any:
-        with self.start.report.phase("graphs"):
-            self.stage.prepare(self.start)
-        with self.start.report.phase("kv"), self.stage.placing(self.start):
-            self.start.engine.allocate_kv()
-        with self.start.report.phase("graphs"):
-            self.stage.run(self.start)
-        return self.start.report.stages["cudagraph"]
+from tests.support.cudagraph_engine import ToyEngine
+from tests.support.cudagraph_stage import Bench
 
 
 @pytest.fixture
@@ -200,64 +83,15 @@ def test_another_layout_of_the_weights_drops_every_graph(bench: Bench) -> None:
     assert "layout" in row.why
 
 
-def test_after_a_wake_moved_memory_ends_the_use_of_what_moved(bench: Bench) -> None:
-    bench.restoring()
-    bench.run()
-    session = bench.graphs.session
-    assert session is not None
-    assert session.verify_owners() == []
-    bench.graphs.x = bench.graphs.x.clone()
-    assert "owner moved: tensor/x" in session.verify_owners()[0]
-    assert bench.graphs.used == {4: None, 8: bench.plan.ready.graphs["decode/8"]}
-    session.capture_missing()
-    assert bench.graphs.used[4] == "native 4"
-    session.capture_missing()
-    assert bench.captures == [([4], False)]
+def test_an_archive_of_unsound_facts_costs_the_restore_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(plan: Plan) -> None:
+        raise KeyError("ranges")
 
-
-def test_graphs_follow_while_the_engine_serves(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "FIRST", 1)
-    restorer = bench.restoring()
-    late = bench.plan.ready.graphs.pop("decode/8")
-    late_s = restorer.progress.ready.pop("decode/8")
-    restorer.ended = False
+    monkeypatch.setattr(planning, "begin", begin)
     row = bench.run()
-    assert (row.path, row.details["graphs"], row.details["under_way"]) == ("restored", 1, 1)
-    assert set(bench.graphs.used) == {4}  # larger batches run eagerly until then
-    bench.plan.ready.put("decode/8", late)
-    assert bench.graphs.used[8] is late
-    restorer.progress.ready["decode/8"], restorer.ended = late_s, True
-    for call in restorer.calls:
-        call()
-    row = bench.start.report.stages["cudagraph"]
-    assert (row.details["graphs"], "under_way" in row.details, bench.captures) == (2, False, [])
-
-
-def test_a_graph_that_fails_while_the_engine_serves_is_captured_when_it_is_idle(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stage, "FIRST", 1)
-    restorer = bench.restoring()
-    del bench.plan.ready.graphs["decode/8"], restorer.progress.ready["decode/8"]
-    restorer.ended = False
-    bench.run()
-    restorer.progress.failed["decode/8"], restorer.ended = "read-back differs", True
-    for call in restorer.calls:
-        call()
-    row = bench.start.report.stages["cudagraph"]
-    assert (row.path, row.why) == ("restored", "read-back differs")
-    assert state.load(bench.plan.path, "digest").quarantined == {"decode/8": "read-back differs"}
-    assert not bench.captures
-    assert bench.graphs.session is not None
-    bench.graphs.session.capture_missing()
-    assert bench.graphs.used[8] == "native 8"
-
-
-def test_what_the_restore_lost_without_a_word_is_captured_too(bench: Bench) -> None:
-    bench.restoring()
-    del bench.plan.ready.graphs["decode/8"]
-    row = bench.run()
-    assert (row.details["captured"], row.why) == (1, "it was not restored")
+    assert (row.path, row.details["saved"]) == ("loaded", False)
+    assert "KeyError: 'ranges'" in row.why
+    assert bench.captures == [([4, 8], False)]
 
 
 class Disagreeing(ToyEngine):
@@ -311,6 +145,63 @@ def test_a_save_that_fails_costs_nothing_but_the_save(bench: Bench, monkeypatch:
     row = bench.run()
     assert "please report" in row.why
     assert bench.graphs.used == {4: "native 4", 8: "native 8"}
+
+
+@pytest.mark.parametrize("at", ["map", "capture"])
+def test_memory_held_for_a_capture_that_fails_is_given_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    bench.plan.recorder = SimpleNamespace(seen=None, close=lambda: None)  # type: ignore[assignment]
+    given_back = []
+
+    def capture(graphs: Any, sizes: Any, ranges: Any, *, keep: bool) -> Captured:
+        if ranges is not None:
+            raise RuntimeError("CUDA out of memory")
+        given_back.extend([ranges_.trimmed for ranges_ in (bench.plan.ranges.scratch, bench.plan.ranges.pool)])
+        return bench.capture(graphs, sizes, ranges, keep=keep)
+
+    def full(size: int, chunk: int = 0) -> None:
+        raise MappingError("the range pool is full")
+
+    monkeypatch.setattr("fer.cudagraph.capture.capture", capture)
+    if at == "map":
+        monkeypatch.setattr(bench.plan.ranges.pool, "map", full)
+    row = bench.run()
+    assert (row.path, row.details["captured"], given_back) == ("loaded", 2, [1, 1])
+    assert "not saved" in row.why
+
+
+def test_no_baseline_fails_no_start(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr("fer.cudagraph.capture.baseline", full)
+    bench.plan.unsaved = "there is no CUPTI"
+    row = bench.run()
+    assert (row.path, row.details["captured"]) == ("loaded", 2)
+    assert "one_default_gc_s" not in row.details
+
+
+def test_a_proof_that_cannot_begin_fails_no_start(bench: Bench) -> None:
+    bench.plan.unproven, bench.plan.unsaved = True, "it is proven again instead"
+    row = bench.run()  # the archive is not there any more
+    assert (row.path, row.details["captured"]) == ("loaded", 2)
+
+
+def test_inputs_that_do_not_fit_into_their_range_lie_elsewhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, placed = bench.graphs.allocate, []
+
+    def allocate() -> None:
+        placed.append(1)
+        if len(placed) == 1:
+            raise RuntimeError("CUDA out of memory")
+        plain()
+
+    monkeypatch.setattr(bench.graphs, "allocate", allocate)
+    bench.plan.recorder = SimpleNamespace(seen=None, close=lambda: None)  # type: ignore[assignment]
+    row = bench.run()
+    assert (row.path, row.details["captured"], row.details["saved"]) == ("loaded", 2, False)
+    assert "do not fit into the range static" in row.why
 
 
 def test_without_cupti_graphs_are_captured(bench: Bench) -> None:
@@ -404,6 +295,10 @@ def test_another_environment_is_a_miss_that_names_the_field(
     archives.write(bench.plan.path, archive)
     digest = sections.Sections(bench.plan.path).digest
     bench.plan.fingerprint = Fingerprint(group=group, rank={})
+    planning._choose(bench.plan)  # what it would be compared with was recorded with other weights
+    assert "other weights" in bench.plan.why
+    assert (bench.plan.unproven, bench.plan.unsaved) == (False, "")
+    bench.plan.checkpoint = "fixture"
     planning._choose(bench.plan)
     assert "unproven" in bench.plan.why
     assert bench.plan.unproven
@@ -447,31 +342,3 @@ def test_an_archive_that_others_could_have_written_is_not_used(bench: Bench) -> 
     planning._choose(bench.plan)
     assert bench.plan.archive is None
     assert "mode 0o777" in bench.plan.why
-
-
-@pytest.mark.parametrize(
-    ("code", "out", "verdict"),
-    [
-        (0, '{"proven": 2, "wrong": {}}', "proven"),
-        (0, 'noise\n{"proven": 1, "wrong": {"decode/4": "differs"}}', "proven"),
-        (0, '{"proven": 0, "wrong": {"decode/4": "differs"}}', "failed"),
-        (-11, "", "failed"),
-        (-9, "", "unproven"),
-        (0, '{"error": {"kind": "OutOfMemory", "what": "no room"}}', "unproven"),
-    ],
-)
-def test_the_childs_end_decides(code: int, out: str, verdict: str) -> None:
-    known = state.State("digest")
-    proof._judge(known, code, out, "Segmentation fault")
-    assert known.proof == verdict
-    assert known.why or verdict == "proven"
-
-
-def test_a_child_that_cannot_work_leaves_the_archive_unproven(tmp_path: Path) -> None:
-    archive = tmp_path / "a.fergraph"
-    archive.write_bytes(RECORDED.read_bytes())
-    request = proof.Request(str(archive), 99, "fixture", "", "")
-    known = proof.prove(request, sections.Sections(archive).digest)
-    assert known.proof == "unproven"  # no driver here, or no such GPU
-    assert known.why
-    assert state.load(archive, known.digest) == known
