@@ -25,7 +25,8 @@ from fer import __version__
 from fer.cudagraph import archive as archives
 from fer.cudagraph import state
 from fer.cudagraph.archive import Archive
-from fer.errors import ArchiveError, FerError, MappingError, from_dict
+from fer.cudagraph.restore import Restorer, lacks_memory, outputs_of, place
+from fer.errors import ArchiveError, FerError, MappingError, OutOfMemory, from_dict
 
 if TYPE_CHECKING:
     from fer.cudagraph.libcuda import Cuda
@@ -80,15 +81,16 @@ def prove(request: Request, digest: str) -> state.State:
                 check=False,
                 input=json.dumps(vars(request)),
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=LIMIT_S,
             )
             died_of = _judge(known, done.returncode, done.stdout, done.stderr)
         except subprocess.TimeoutExpired:
-            known.why = f"the proof did not end within {LIMIT_S:.0f} s"
+            known.proof, known.why = "unproven", f"the proof did not end within {LIMIT_S:.0f} s"
             break
         except OSError as error:
-            known.why = f"the proof could not be started: {error}"
+            known.proof, known.why = "unproven", f"the proof could not be started: {error}"
             break
         if not died_of:
             break
@@ -109,7 +111,7 @@ def _judge(known: state.State, code: int, out: str, err: str) -> str:
     try:
         answer = json.loads(out.strip().splitlines()[-1])
         if "error" in answer:
-            known.why = str(from_dict(answer["error"]))
+            known.proof, known.why = "unproven", str(from_dict(answer["error"]))
             return ""
         known.quarantined |= {str(name): str(why) for name, why in answer["wrong"].items()}
         proven, died_of = int(answer["proven"]), str(answer.get("died_of", ""))
@@ -119,7 +121,8 @@ def _judge(known: state.State, code: int, out: str, err: str) -> str:
         known.why = f"the child ended with {code}: {last}"
         return ""
     known.proof = "proven" if proven and not died_of else "failed"
-    known.why = "" if known.proof == "proven" else "no graph gave its recorded outputs"
+    nothing = f"the child could not go on after {died_of}" if died_of else "no graph gave its recorded outputs"
+    known.why = "" if known.proof == "proven" else nothing
     return died_of
 
 
@@ -136,6 +139,10 @@ def main() -> int:
         answer = run(request)
     except FerError as error:
         answer = {"error": error.to_dict()}
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        answer = {"error": OutOfMemory("the proof lacks memory", why=str(error).splitlines()[0]).to_dict()}
     sys.stdout.write(json.dumps(answer, default=str) + "\n")
     sys.stdout.flush()
     return 0
@@ -148,11 +155,12 @@ def run(request: Request) -> dict[str, Any]:
         FerError: the proof cannot be made here, which says nothing against the archive.
     """
     from fer.cudagraph.libcuda import open_cuda
-    from fer.cudagraph.restore import Restorer, place
     from fer.memory import ranges as memory
     from fer.memory.device import CudaDevice
 
     archive = archives.read(Path(request.archive))
+    if request.checkpoint not in archive.facts["golden"]:
+        raise MappingError("the graphs cannot be compared", why="their outputs were recorded with other weights")
     device = CudaDevice(request.ordinal)
     keep: list[Any] = []
     ranges = memory.reserve(device)
@@ -172,9 +180,11 @@ def run(request: Request) -> dict[str, Any]:
         order = [graph.name for graph in archive.tables.top()]
         restorer = Restorer(archive, cuda, ready.__setitem__, order=order, context=device.context, keep=[ranges, keep])
         restorer.run()
-    refused = archive.facts.get("refused", {})
-    wrong = {name: why for name, why in restorer.progress.failed.items() if name not in refused}
-    golden = archive.facts["golden"].get(request.checkpoint, {})
+    failed, starved = restorer.progress.failed, sorted(restorer.progress.passing)
+    if starved:
+        raise OutOfMemory("the proof lacks memory", why=f"{starved[0]}: {failed[starved[0]]}")
+    wrong = {name: failed.get(name, "it was not restored") for name in order if name not in ready}
+    golden = archive.facts["golden"][request.checkpoint]
     begin = time.perf_counter()
     died_of = _compare(archive, cuda, {n: g for n, g in ready.items() if n not in request.skip}, ranges, golden, wrong)
     seconds = {**restorer.progress.seconds, "replays": time.perf_counter() - begin}
@@ -200,7 +210,6 @@ def _compare(
         The graph after which the context was lost, ``""`` if it is well.
     """
     from fer.cudagraph.probe import NUMBERS, fill_pattern, judge
-    from fer.cudagraph.restore import outputs_of
     from fer.engines.graphs import DEEP
 
     kv = archive.facts["kv"]
@@ -220,6 +229,8 @@ def _compare(
                 if why:
                     wrong[name] = why
             except (FerError, RuntimeError) as error:  # torch's word for an illegal access; it stays for good
+                if lacks_memory(error):
+                    raise
                 wrong[name] = f"its replay failed: {str(error).splitlines()[0]}"
                 return name
     return ""

@@ -78,11 +78,13 @@ def save(
     """
     saving = _Saving(path, cuda, seen, captured, graphs, ranges, weights)
     saved = saving.saved
-    saving.read()
-    with _timed(saved, "digests"):
-        golden, probes = saving.native.digests(), saving.native.contents()
-        spreads, samples = saving.native.samples()
-        saving.empty_cache()
+    try:
+        saving.read()
+        with _timed(saved, "digests"):
+            golden, probes = saving.native.digests(), saving.native.contents()
+            spreads, samples = saving.native.samples()
+    finally:
+        saving.empty_cache()  # whatever happened: the engine serves from it in a moment
     saving.judge()
     kept = [graph for graph in saving.tables.top() if graph.name not in saved.refused]
     saved.kept, saved.nodes = [graph.name for graph in kept], sum(len(graph.nodes) for graph in kept)
@@ -158,6 +160,7 @@ class _Saving:
     def empty_cache(self) -> None:
         """Leave the cache as it was: a fresh one is zeros."""
         if self.slab:
+            self.cuda.call("synchronize")  # probes may be under way, in streams that the filling would not wait for
             self.cuda.call("fill", self.ranges.kv.address, 0, self.ranges.kv.mapped)
             self.cuda.call("synchronize")
 

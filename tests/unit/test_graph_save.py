@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,12 @@ import torch
 
 from fer.cudagraph import archive as archives
 from fer.cudagraph import images
+from fer.cudagraph import save as saving
 from fer.cudagraph.archive import Archive, Content
 from fer.cudagraph.audit import Owner
-from fer.cudagraph.capture import Captured
+from fer.cudagraph.capture import Captured, baseline
 from fer.cudagraph.cupti import Seen
-from fer.cudagraph.probe import judge, replay_digest, text_of
+from fer.cudagraph.probe import PATTERN, fill_pattern, judge, replay_digest, text_of
 from fer.cudagraph.records import Tables
 from fer.cudagraph.restore import Restorer, outputs_of, place
 from fer.cudagraph.save import Saved, save, tensors
@@ -221,6 +224,14 @@ def test_a_graph_is_right_by_its_bits_or_not_reproducible_and_near(
     assert replays.count <= 8
 
 
+@pytest.mark.parametrize(("value", "spread", "right"), [(9.0, 0.25, True), (1.0, 8.0, False), (1.0, math.inf, False)])
+def test_graphs_that_never_do_the_same_prove_nothing_by_that(value: float, spread: float, right: bool) -> None:
+    sample = Content("sample/decode/4/0/y", 0, struct.pack("<16f", *[8.0] * 16))
+    archive = Archive(Tables(), {"unlike": {"decode/4": {"0": spread}}}, [sample])
+    replays = Replays(8.5, value)
+    assert (judge(archive, "decode/4", SHALLOW, "", replays.outputs, replays) == "") is right
+
+
 def test_nothing_to_compare_is_not_right() -> None:
     archive = Archive(Tables(), {"unlike": {}})
     assert "no output" in judge(archive, "decode/4", SHALLOW, "", Replays(1.0, 2.0).outputs, Replays(1.0, 2.0))
@@ -262,3 +273,55 @@ def test_owners_name_tensors_by_storage(world: World) -> None:
     assert [(o.name, o.address, o.size) for o in tensors(world.graphs)] == [
         ("tensor/x", world.graphs.x.data_ptr(), world.graphs.x.nbytes)
     ]
+
+
+@pytest.mark.parametrize("where", ["nothing", "walk", "digests", "pattern"])
+def test_the_cache_is_empty_again_whatever_happens(world: World, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    memory = (ctypes.c_ubyte * PATTERN)()
+    world.ranges.kv = FakeRange("kv", ctypes.addressof(memory), PATTERN)
+    world.ranges.all = (world.ranges.kv, *world.ranges.all[1:])
+    monkeypatch.setattr(saving, "_slab", lambda graphs, ranges: PATTERN)
+    dirty = []
+
+    def fail(*_: Any, **__: Any) -> Any:
+        dirty.append(any(memory))
+        raise ZeroDivisionError("a bug")
+
+    if where == "walk":
+        monkeypatch.setattr(saving, "walk", fail)
+    elif where == "digests":
+        monkeypatch.setattr(saving.Native, "digests", fail)
+    elif where == "pattern":
+        plain = fill_pattern
+        monkeypatch.setattr(saving, "fill_pattern", lambda *arguments: (plain(*arguments), fail()))
+    with nullcontext() if where == "nothing" else pytest.raises(ZeroDivisionError):
+        world.save()
+    assert dirty == ([] if where == "nothing" else [True])
+    assert not any(memory)
+    assert world.fake.calls.index("cuCtxSynchronize") < len(world.fake.calls) - 1 - world.fake.calls[::-1].index(
+        "cuMemsetD8_v2"
+    )
+
+
+def test_contents_are_written_to_their_own_buffers_alone(world: World) -> None:
+    world.save()
+    archive = archives.read(world.path)
+    (first,) = archive.scratch
+    for content in (
+        Content("scratch/0", world.graphs.linear.weight.data_ptr(), first.data),
+        Content("scratch/0", first.address, first.data * 2),
+        Content("scratch/9", first.address, first.data),
+    ):
+        archive.contents = [content]
+        before = world.fake.calls.count("cuMemcpyHtoD_v2")
+        with pytest.raises(IntegrityError, match="not for where it lies"):
+            place(archive, world.fake.cuda, world.ranges)
+        assert world.fake.calls.count("cuMemcpyHtoD_v2") == before
+        assert world.ranges.pool.mapped == 0
+
+
+def test_a_baseline_is_never_the_time_of_a_capture_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Captured(troubles={4: "CUDA out of memory"}, capture_s=0.5)
+    monkeypatch.setattr("fer.cudagraph.capture.capture", lambda *_, **__: failed)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        baseline(ToyGraphs())
