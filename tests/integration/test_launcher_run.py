@@ -219,10 +219,10 @@ class Terminal:
 
 ON_TERMINAL = """
 import os, signal, sys, time
-signal.signal(signal.SIGWINCH, lambda *_: print("resized", os.get_terminal_size().columns))
+signal.signal(signal.SIGWINCH, lambda *_: print(f"resized {os.get_terminal_size().columns}"))
 signal.signal(signal.SIGCONT, lambda *_: print("goes on"))
-print("terminal", sys.stdin.isatty(), sys.stdout.isatty(), sys.stdout.line_buffering)
-print("read", input())
+print(f"terminal {sys.stdin.isatty()} {sys.stdout.isatty()} {sys.stdout.line_buffering}")  # in one piece
+print(f"read {input()}")
 try:
     while True:
         time.sleep(60)

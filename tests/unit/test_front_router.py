@@ -33,12 +33,24 @@ def play(work: Awaitable[None]) -> None:
 async def worker(path: Path, serve: Serve) -> AsyncIterator[Target]:
     """A worker that does with each request whatever the test wants."""
 
+    busy: set[asyncio.Task[None]] = set()
+
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await serve(reader, writer)
-        writer.close()
+        task = asyncio.current_task()
+        assert task is not None
+        busy.add(task)
+        try:
+            await serve(reader, writer)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async with await asyncio.start_unix_server(handle, sock=listen(path)):
         yield Target("worker", path)
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)  # or sockets are left to the garbage collector
 
 
 async def text_of(router: Router, request: wire.Generate) -> str:
