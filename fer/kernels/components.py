@@ -121,7 +121,7 @@ def verified(folder: str, names: list[str], metadata: str, sidecar_of: str = "")
     sidecar = entry.load_sidecar(folder, sidecar_of or metadata)
     if sidecar is None:
         return entry.inspect(folder, names, metadata)
-    entry.verify(folder, names, sidecar)
+    entry.verify(folder, names, sidecar, metadata)
     return sidecar
 
 

@@ -34,6 +34,7 @@ MAX_RATIO: Final = 500
 """Raw bytes for one byte of the file, for archives above :data:`_FREE` bytes: kernels compress to a tenth."""
 
 _FREE: Final = 64 << 20
+_FREE_MANIFEST: Final = 4 << 20
 _BLOCK: Final = 512
 _END: Final = bytes(2 * _BLOCK)
 _BLOB: Final = re.compile(r"blobs/([0-9a-f]{64})")
@@ -140,7 +141,7 @@ class Reader:
         # Across frames, so that anything behind the first one is noticed.
         self._stream = unpacker.stream_reader(self._file, read_size=1 << 20, read_across_frames=True, closefd=False)
         try:
-            self.manifest = self._named(MANIFEST, MAX_MANIFEST)
+            self.manifest = self._named(MANIFEST, min(MAX_MANIFEST, max(_FREE_MANIFEST, MAX_RATIO * self.size)))
             self.digest = hashlib.sha256(self.manifest).hexdigest()
             if self._named(DIGEST, 64) != self.digest.encode():
                 raise self.bad(MANIFEST, "its checksum does not match")
@@ -201,6 +202,8 @@ class Reader:
             size = int(header[124:136].strip(b"\0 "), 8)
         except ValueError:
             raise self.bad("a header", "it is not readable") from None
+        if size < 0:
+            raise self.bad("a header", "it has a size below zero")
         if checksum != sum(header[:148]) + 8 * ord(" ") + sum(header[156:]):
             raise self.bad("a header", "its checksum does not match")
         name = header[:100].rstrip(b"\0").decode("ascii", "replace")

@@ -58,14 +58,19 @@ class Stored:
 
 @dataclass
 class Sidecar:
-    """What FER knows of one group: its files, and the parts its key was made of, where they were recorded."""
+    """What FER knows of one group: its files, and the parts its key was made of, where they were recorded.
+
+    Attributes:
+        key: the folder it was written for, ``""`` where nobody said: in a copy under another name it means nothing.
+    """
 
     files: dict[str, Stored]
     parts: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
 
     def to_json(self) -> bytes:
         files = {name: [stored.size, stored.sha256] for name, stored in sorted(self.files.items())}
-        data = {"schema": SCHEMA, "files": files, "parts": self.parts}
+        data = {"schema": SCHEMA, "files": files, "parts": self.parts, "key": self.key}
         return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
@@ -76,8 +81,8 @@ class Sidecar:
             if content["schema"] != SCHEMA:
                 raise Odd(f"its sidecar has schema {content['schema']}")
             files = {name: Stored(int(size), str(sha)) for name, (size, sha) in content["files"].items()}
-            return cls(files, dict(content["parts"]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls(files, dict(content["parts"]), str(content.get("key", "")))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise Odd("its sidecar cannot be read") from error
 
 
@@ -85,8 +90,7 @@ def is_plain_name(name: str) -> bool:
     """Whether a text is the name of one file, and of no file that FER or Triton keeps for itself."""
     return (
         0 < len(name) <= 255
-        and "/" not in name
-        and "\0" not in name
+        and not any(character in "/\0" or "\ud800" <= character <= "\udfff" for character in name)
         and name not in (".", "..", "lock")
         and not name.startswith((GROUP, SIDECAR, "tmp.pid_", ".tmp."))
     )
@@ -112,6 +116,8 @@ def read(path: str) -> bytes:
         while more := os.read(handle, 1 << 20) if len(data) < facts.st_size else b"":
             data += more
         return data
+    except OSError as error:  # a disk's bad block, a server that forgot the file
+        raise Odd(f"{os.path.basename(path)} cannot be read: {error.strerror}") from error
     finally:
         os.close(handle)
 
@@ -149,7 +155,7 @@ def group_names(folder: str, metadata: str) -> list[str] | None:
     try:
         listed = json.loads(read(path))["child_paths"]
         names = [*listed]  # a mapping to paths, or names alone where Triton's remote manager wrote it
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Odd("its list of files cannot be read") from error
     if metadata not in names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
         raise Odd("its list of files holds other names")
@@ -159,11 +165,25 @@ def group_names(folder: str, metadata: str) -> list[str] | None:
 def load_sidecar(folder: str, name: str) -> Sidecar | None:
     """The sidecar of a group (by its metadata's name) or of a file of its own; None where there is none. Raises Odd."""
     path = os.path.join(folder, SIDECAR + name)
-    return Sidecar.from_json(read(path)) if os.path.lexists(path) else None
+    if not os.path.lexists(path):
+        return None
+    sidecar = Sidecar.from_json(read(path))
+    if sidecar.key and sidecar.key != os.path.basename(folder):
+        raise Odd("it was written for another key")
+    return sidecar
 
 
-def verify(folder: str, names: Iterable[str], sidecar: Sidecar) -> None:
-    """Compare every byte of an entry's files with its sidecar. Raises Odd at the first difference."""
+def verify(folder: str, names: Iterable[str], sidecar: Sidecar, metadata: str = "") -> None:
+    """Compare every byte of an entry's files with its sidecar, and a group's metadata with the entry's key.
+
+    The sidecar alone would fit in a copy under another kernel's key as well as it does here.
+
+    Args:
+        metadata: name of the group's metadata, ``""`` for a file of its own.
+
+    Raises:
+        Odd: at the first difference.
+    """
     for name in names:
         stored = sidecar.files.get(name)
         if stored is None:
@@ -173,6 +193,8 @@ def verify(folder: str, names: Iterable[str], sidecar: Sidecar) -> None:
             raise Odd(f"{name} has {len(data)} bytes instead of {stored.size}")
         if hashlib.sha256(data).hexdigest() != stored.sha256:
             raise Odd(f"{name} has other bytes than were written")
+        if name == metadata:
+            check_key(os.path.basename(folder), data)
 
 
 def inspect(folder: str, names: Iterable[str], metadata: str = "") -> Sidecar:
@@ -190,9 +212,9 @@ def inspect(folder: str, names: Iterable[str], metadata: str = "") -> Sidecar:
         if why := _damage(name, data):
             raise Odd(f"{name}: {why}")
         if name == metadata:
-            _check_key(os.path.basename(folder), data)
+            check_key(os.path.basename(folder), data)
         files[name] = Stored.of(data)
-    return Sidecar(files)
+    return Sidecar(files, key=os.path.basename(folder))
 
 
 def _damage(name: str, data: bytes) -> str:
@@ -207,22 +229,22 @@ def _damage(name: str, data: bytes) -> str:
     if extension == "json":
         try:
             return "" if isinstance(json.loads(data), dict) else "it holds no mapping"
-        except ValueError:
+        except (ValueError, RecursionError):
             return "it is no JSON"
     if extension in MEMBERS and b"\0" in data:
         return "it is no text"
     return ""
 
 
-def _check_key(key: str, metadata: bytes) -> None:
-    """Metadata name the hash that the folder is called by: an entry under another key is another kernel's."""
+def check_key(key: str, metadata: bytes) -> None:
+    """Metadata name the hash that the folder is called by: an entry under another key is another kernel's (Odd)."""
     try:
         content = json.loads(metadata)
         hashed = content["hash"]
         if not isinstance(content["target"], dict) or not isinstance(content["name"], str):
             raise Odd("its metadata are incomplete")
         found = folder_of(hashed)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise Odd("its metadata are incomplete") from error
     if is_key(key) and found != key:
         raise Odd("it lies under another kernel's key")

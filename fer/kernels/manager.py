@@ -131,7 +131,7 @@ class VerifyingManager(CacheManager):
             path = self._put_elsewhere(filename, content, error)
         self._written[filename] = Stored.of(content)
         if self._verified and entry.is_loose(filename):
-            self._store_sidecar(filename, Sidecar({filename: self._written[filename]}))
+            self._store_sidecar(filename, Sidecar({filename: self._written[filename]}, key=self.key))
         return path
 
     def put_group(self, filename: str, group: dict[str, str]) -> str:
@@ -143,7 +143,7 @@ class VerifyingManager(CacheManager):
             if not self._verified:
                 return entry.write(self.cache_dir, entry.GROUP + filename, entry.group_list(self.cache_dir, group))
             files = {name: self._written.get(name) or self._stored(name) for name in group}
-            return entry.write_group(self.cache_dir, filename, group, Sidecar(files))
+            return entry.write_group(self.cache_dir, filename, group, Sidecar(files, key=self.key))
         except (OSError, Odd) as error:
             self._spill(error)
             return path
@@ -157,7 +157,7 @@ class VerifyingManager(CacheManager):
             try:
                 sidecar = entry.load_sidecar(self.cache_dir, name)
                 if sidecar is not None:
-                    entry.verify(self.cache_dir, names, sidecar)
+                    entry.verify(self.cache_dir, names, sidecar, "" if loose else name)
                     return True
                 made = entry.inspect(self.cache_dir, names, "" if loose else name)
             except Odd as odd:

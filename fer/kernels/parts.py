@@ -113,12 +113,13 @@ def changes(before: Parts, now: Parts) -> list[Change]:
             found.append(_change(part, label, before, now))
     for group in _NESTED:
         left, right = before.get(group), now.get(group)
-        if left is None or right is None:
-            continue
+        if not isinstance(left, Mapping) or not isinstance(right, Mapping):
+            continue  # unknown, or not as FER writes it
         absent = "unset" if group == "env" else "(absent)"
         for name in sorted({*left, *right}):
             # An option that one side does not know may have been added by another version: that is told already.
-            if group == "options" and (name not in left or name not in right) and before["version"] != now["version"]:
+            one_sided = group == "options" and (name not in left or name not in right)
+            if one_sided and before.get("version") != now.get("version"):
                 continue
             if left.get(name, absent) != right.get(name, absent):
                 label = name if group == "env" else f"option {name}"

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -113,10 +113,17 @@ def verify(archive: Path) -> Manifest:
         manifest = manifests.read(reader)
         declared = {file.sha256: each.code for each in manifest.entries for file in each.files}
         names = {file.sha256: file.name for each in manifest.entries for file in each.files}
+        owners: dict[str, list[Entry]] = {}
+        for each in manifest.entries:
+            for file in each.files:
+                if file.name in each.groups:
+                    owners.setdefault(file.sha256, []).append(each)
         for digest, data in reader.blobs(manifest.blobs()):
             why = trust.code_in(names[digest], data)
             if why and not declared[digest]:
                 raise reader.hostile(why)
+            for each in owners.get(digest, ()):
+                _check_keys(reader, each, [(names[digest], data)])
         return manifest
 
 
@@ -213,7 +220,7 @@ def _is_sound(root: Path, each: Entry) -> bool:
             if sidecar is None:
                 entry.inspect(folder, names, metadata)
             else:
-                entry.verify(folder, names, sidecar)
+                entry.verify(folder, names, sidecar, metadata)
         others = [file.name for file in each.files if file.name not in grouped]
         entry.verify(folder, others, _sidecar(each, others))
     except Odd:
@@ -222,7 +229,8 @@ def _is_sound(root: Path, each: Entry) -> bool:
 
 
 def _sidecar(each: Entry, names: Collection[str]) -> Sidecar:
-    return Sidecar({file.name: Stored(file.size, file.sha256) for file in each.files if file.name in names})
+    files = {file.name: Stored(file.size, file.sha256) for file in each.files if file.name in names}
+    return Sidecar(files, key=each.path.rpartition("/")[2])
 
 
 # -- writing
@@ -250,10 +258,21 @@ def _restore(
             for name, content in files if not each.code else ():
                 if why := trust.code_in(name, content):
                     raise reader.hostile(why)
+            _check_keys(reader, each, files)
             if here is not None and each.target in doubtful:
                 doubtful.discard(each.target)
                 _try(files, trial, here, outcome)
             staging.place(each, files)
+
+
+def _check_keys(reader: Reader, each: Entry, files: Iterable[tuple[str, bytes]]) -> None:
+    """A kernel under another kernel's key would be found by it, with every digest right."""
+    for name, content in files:
+        if name in each.groups:
+            try:
+                entry.check_key(each.path, content)
+            except Odd as odd:
+                raise reader.bad(f"{each.path}/{name}", str(odd)) from odd
 
 
 def _try(files: list[tuple[str, bytes]], trial: Trial | None, here: Live, outcome: Outcome) -> None:

@@ -59,7 +59,7 @@ def make(root: Path, name: str, *, arch: int = 90, sidecar: bool = True, **chang
     made |= {"function": f"model:{name}", "file": "model.py", "source": "text"} | changed
     if sidecar:
         stored = {each: entry.Stored.of(data) for each, data in files.items()}
-        entry.write_group(str(folder), f"{name}.json", sorted(files), entry.Sidecar(stored, made))
+        entry.write_group(str(folder), f"{name}.json", sorted(files), entry.Sidecar(stored, made, key=folder.name))
     else:
         entry.write(str(folder), f"{entry.GROUP}{name}.json", entry.group_list(str(folder), sorted(files)))
     return folder

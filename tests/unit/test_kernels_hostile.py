@@ -15,6 +15,7 @@ import zstandard
 
 from fer.errors import ArchiveError, ArchiveIncompatible, ArchiveUntrusted
 from fer.kernels import container, pack, unpack
+from fer.kernels.compat import Live
 from fer.kernels.unpack import Terms
 from tests.support import kernel_entries as made
 
@@ -215,7 +216,54 @@ def test_a_bomb_is_refused_by_its_ratio(archive: Path, tmp_path: Path) -> None:
         unpack.unpack(made.with_manifest(archive, change), places(tmp_path / "target"), TAKE)
 
 
+def test_a_manifest_that_unfolds_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    container.write(tmp_path / "a", b'{"schema":1,"tool":"' + b"x" * (32 << 20) + b'"}', [])
+    assert (tmp_path / "a").stat().st_size < 10_000
+    with pytest.raises(ArchiveUntrusted, match="is the most"):
+        unpack.peek(tmp_path / "a")
+
+
+@pytest.mark.parametrize("size", [-1, -5])
+def test_a_size_below_zero_is_refused_by_the_header(tmp_path: Path, size: int) -> None:
+    """A reader that is asked for -1 bytes gives everything there is."""
+    (tmp_path / "a").write_bytes(zstandard.ZstdCompressor().compress(container._header("manifest.json", size)))
+    with pytest.raises(ArchiveError, match="below zero"):
+        unpack.peek(tmp_path / "a")
+
+
 # -- damaged archives
+
+
+def test_a_kernel_under_another_kernels_key_is_noticed(archive: Path, tmp_path: Path) -> None:
+    """Every digest fits; a lookup would have been given the wrong binary."""
+    original = archive.read_bytes()
+    for change in ("swap", "move"):
+
+        def exchange(data: dict[str, Any], change: str = change) -> None:
+            one, other, _ = data["entries"]
+            if change == "swap":
+                one["path"], other["path"] = other["path"], one["path"]
+            else:
+                one["path"] = "A" * 52
+            data["entries"].sort(key=lambda found: found["path"])
+
+        archive.write_bytes(original)
+        made.with_manifest(archive, exchange)
+        members = made.members(archive)
+        order = dict.fromkeys(f[2] for each in json.loads(members[0][1])["entries"] for f in each["files"])
+        blobs = {hashlib.sha256(data).hexdigest(): data for _, data in members[2:]}
+        made.rebuild(archive, [*members[:2], *(made.member(f"blobs/{name}", blobs[name]) for name in order)])
+        with pytest.raises(ArchiveError, match="another kernel's key"):
+            unpack.unpack(archive, places(tmp_path / change))
+        with pytest.raises(ArchiveError, match="another kernel's key"):
+            unpack.verify(archive)
+
+
+@pytest.mark.parametrize("value", [5, "text", ["A"], None])
+def test_parts_of_another_type_are_unknown(archive: Path, tmp_path: Path, value: Any) -> None:
+    here = Live(target={"env": {"A": "1"}})
+    made.with_manifest(archive, lambda data: data["targets"][0].update(env=value))
+    assert len(unpack.unpack(archive, places(tmp_path / "target"), Terms(here=here)).restored) == 3
 
 
 def test_every_truncation_is_noticed_and_leaves_whole_entries(archive: Path, cache: Path, tmp_path: Path) -> None:

@@ -199,6 +199,73 @@ def test_an_entry_under_another_key_is_refused(cache: Path) -> None:
     assert "another kernel's key" in next(iter(manager.COUNTS.damaged.values()))
 
 
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_a_folder_copied_to_another_key_is_no_kernel_of_that_key(cache: Path, sidecar: bool) -> None:
+    """Every digest fits, and it is the wrong binary."""
+    folder, other = the_entry(cache), cache / ("A" * 52)
+    if not sidecar:
+        (folder / (entry.SIDECAR + NAME)).unlink()
+    shutil.copytree(folder, other)
+    assert manager.VerifyingManager(other.name).get_group(NAME) is None
+    assert manager.VerifyingManager(folder.name).get_group(NAME) is not None
+
+
+def test_a_group_whose_sidecar_does_not_know_the_key_is_held_against_its_metadata(cache: Path) -> None:
+    """As one of an earlier version, which wrote down no key."""
+    folder, other = the_entry(cache), cache / ("A" * 52)
+    known = entry.load_sidecar(str(folder), NAME)
+    assert known is not None
+    shutil.copytree(folder, other)
+    (other / (entry.SIDECAR + NAME)).write_bytes(entry.Sidecar(known.files).to_json())
+    assert manager.VerifyingManager(other.name).get_group(NAME) is None
+
+
+def test_a_file_of_its_own_under_another_key_is_refused(cache: Path) -> None:
+    one = manager.VerifyingManager("A" * 52)
+    one.put("{}", "add.autotune.json", binary=False)
+    shutil.copytree(one.cache_dir, cache / ("B" * 52))
+    assert manager.VerifyingManager("B" * 52).get_file("add.autotune.json") is None
+    assert one.get_file("add.autotune.json") is not None
+
+
+DEEP = b"[" * 200_000
+
+
+@pytest.mark.parametrize("name", [NAME, entry.GROUP + NAME, entry.SIDECAR + NAME])
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_texts_without_an_end_do_not_crash_the_lookup(cache: Path, name: str, sidecar: bool) -> None:
+    folder = the_entry(cache)
+    if not sidecar:
+        (folder / (entry.SIDECAR + NAME)).unlink()
+    (folder / name).write_bytes(DEEP)
+    assert lookup()[:2] == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (entry.GROUP + NAME, '{"child_paths": {"add.json": "", "\\ud800": ""}}'),
+        (entry.SIDECAR + NAME, '{"schema": 1, "files": {"add.json": [Infinity, ""]}, "parts": {}}'),
+    ],
+)
+def test_names_and_figures_that_are_none_do_not_crash_the_lookup(cache: Path, name: str, text: str) -> None:
+    folder = the_entry(cache)
+    if name.startswith(entry.GROUP):
+        (folder / (entry.SIDECAR + NAME)).unlink()
+    (folder / name).write_text(text)
+    assert lookup()[:2] == (0, 1)
+
+
+def test_a_disk_that_cannot_read_is_a_miss(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(handle: int, count: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "read", read)
+        assert manager.VerifyingManager(the_entry(cache).name).get_group(NAME) is None
+    assert "Input/output error" in next(iter(manager.COUNTS.damaged.values()))
+
+
 def test_a_directory_in_place_of_a_file_does_not_crash_the_lookup(cache: Path) -> None:
     folder_for_binary(the_entry(cache))
     assert lookup()[:2] == (0, 1)
