@@ -11,6 +11,7 @@ import glob
 import logging
 import os
 import sys
+import threading
 from ctypes import CFUNCTYPE, Structure, byref, c_int, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,12 +57,14 @@ class Seen:
     Attributes:
         by_handle: the image each module or library handle was loaded from; a handle used again has its last image.
         cubins: every cubin the driver loaded, in order.
-        windows: the cubins that were loaded during the load call of a handle, as a range of indices.
+        threads: which thread loaded each of them.
+        windows: indices of the cubins that the load call of a handle loaded, in its own thread: others load meanwhile.
     """
 
     by_handle: dict[int, images.Loaded] = field(default_factory=dict)
     cubins: list[bytes] = field(default_factory=list)
-    windows: dict[int, tuple[int, int]] = field(default_factory=dict)
+    threads: list[int] = field(default_factory=list)
+    windows: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Recorder:
@@ -74,7 +77,8 @@ class Recorder:
     def __init__(self, library: Any = None) -> None:
         self.seen = Seen()
         self.troubles: list[str] = []
-        self._marks: list[int] = []
+        self._lock = threading.Lock()
+        self._open: dict[int, list[list[int]]] = {}  # by thread, what was loaded in each call that it is in
         self._enabled: list[tuple[int, int]] = []
         self._names = {number: name for name, number in (_LOADS | _FILES).items()}
         self._library = _open() if library is None else library
@@ -127,14 +131,20 @@ class Recorder:
         resource = _Resource.from_address(data)
         if resource.descriptor:
             module = _Module.from_address(resource.descriptor)
-            self.seen.cubins.append(ctypes.string_at(module.cubin, module.size))
+            cubin, thread = ctypes.string_at(module.cubin, module.size), threading.get_ident()
+            with self._lock:
+                for members in self._open.get(thread, ()):
+                    members.append(len(self.seen.cubins))
+                self.seen.cubins.append(cubin)
+                self.seen.threads.append(thread)
 
     def _load(self, number: int, data: int) -> None:
         # CUpti_CallbackData: site (int), function name, parameters, return value, ...
+        calls = self._open.setdefault(threading.get_ident(), [])
         if c_int.from_address(data).value == _ENTER:
-            self._marks.append(len(self.seen.cubins))
+            calls.append([])
             return
-        mark = self._marks.pop() if self._marks else len(self.seen.cubins)
+        members = calls.pop() if calls else []
         parameters = c_void_p.from_address(data + 16).value or 0
         result = c_void_p.from_address(data + 24).value
         if result and c_int.from_address(result).value:
@@ -143,7 +153,7 @@ class Recorder:
         handle = c_void_p.from_address(out).value if out else None
         if not handle:
             return
-        self.seen.windows[handle] = (mark, len(self.seen.cubins))
+        self.seen.windows[handle] = tuple(members)
         if self._names[number] in _LOADS:
             self.seen.by_handle[handle] = images.look(c_void_p.from_address(parameters + 8).value or 0)
         else:

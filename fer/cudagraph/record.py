@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import threading
 from ctypes import byref, c_size_t, c_uint64
 
 from fer.cudagraph import images
@@ -100,8 +101,7 @@ class Functions:
         """What the driver loads out of a fatbin, seen by loading it again while CUPTI looks on."""
         if handle in self._members:
             return self._members[handle]
-        first, last = self._seen.windows.get(handle, (0, 0))
-        members = self._seen.cubins[first:last]
+        members = [self._seen.cubins[index] for index in self._seen.windows.get(handle, ())]
         if not members:
             copy = ctypes.create_string_buffer(loaded.data) if loaded.data else None
             place = ctypes.addressof(copy) if copy is not None else loaded.address
@@ -110,7 +110,8 @@ class Functions:
             try:
                 self._cuda.call("library_load", byref(library), place, None, None, 0, None, None, 0)
                 self._cuda.call("library_module", byref(module), library.value)
-                members = self._seen.cubins[begin:]
+                fresh = zip(self._seen.cubins[begin:], self._seen.threads[begin:], strict=True)
+                members = [data for data, thread in fresh if thread == threading.get_ident()]
                 self._cuda.library_unload(library.value)
             except DriverError as error:
                 _log.warning("a library's binary could not be read again: %s", error)

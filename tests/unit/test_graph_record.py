@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,39 @@ def test_loads_are_seen_with_handle_image_and_members() -> None:
     library.load(678, 0x77, ctypes.addressof(held), data)
     library.load(19, 0x88, ctypes.addressof(held), result=2)
     assert recorder.seen.by_handle[0x77].data == data
-    assert recorder.seen.windows == {0x77: (0, 1)}
+    assert recorder.seen.windows == {0x77: (0,)}
     assert recorder.seen.cubins == [data]
     assert not recorder.troubles
     recorder.close()
     recorder.close()
     assert library.unsubscribed == 1
     assert sorted(x[1:] for x in library.enabled if x[0]) == sorted(x[1:] for x in library.enabled if not x[0])
+
+
+def test_what_another_thread_loads_meanwhile_belongs_to_its_own_call() -> None:
+    library = FakeCupti()
+    recorder = Recorder(library)
+    mine, other = cubin("k", salt=b"mine"), cubin("k", salt=b"other")
+    held = ctypes.create_string_buffer(mine, len(mine))
+
+    class Meanwhile(bytes):
+        """Looked at in the middle of this thread's load."""
+
+        def __len__(self) -> int:
+            if not done:
+                done.append(1)
+                thread = threading.Thread(target=library.load, args=(678, 0x99, ctypes.addressof(held), other))
+                thread.start()
+                thread.join()
+            return super().__len__()
+
+    done: list[int] = []
+    library.load(678, 0x77, ctypes.addressof(held), Meanwhile(mine))
+    cubins = recorder.seen.cubins
+    assert sorted(cubins) == sorted([mine, other])
+    found = {handle: [cubins[index] for index in window] for handle, window in recorder.seen.windows.items()}
+    assert found == {0x77: [mine], 0x99: [other]}
+    recorder.close()
 
 
 def test_another_profiler_is_named() -> None:
@@ -154,7 +181,7 @@ def test_a_fatbins_member_must_be_certain() -> None:
     fake, seen = FakeDriver(), Seen()
     seen.cubins = [cubin("k"), cubin("other"), cubin("twice", salt=b"1"), cubin("twice", salt=b"2")]
     seen.by_handle[0x100] = images.Loaded("fatbin", 0, 0, b"")
-    seen.windows[0x100] = (0, 4)
+    seen.windows[0x100] = (0, 1, 2, 3)
     handles = [(fake.function(name, [], module=0x100), 0) for name in ("k", "twice", "absent")]
     tables = described(fake, seen, *handles)
     assert [f.image for f in tables.functions] == [0, -1, -1]
