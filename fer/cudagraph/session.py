@@ -31,14 +31,16 @@ class Session:
 
     Args:
         barred: graphs that must not be used, whatever becomes of their restore.
+        alone: the engine has no other ranks. Steps may hold collectives, so with others nothing is captured later on:
+            they would have to capture the same at the same time.
 
     Attributes:
         used: restored graphs that the engine has.
         failed: why graphs that were restored could not be handed over.
     """
 
-    def __init__(self, plan: Plan, graphs: DecodeGraphs, barred: Iterable[str]) -> None:
-        self._plan, self._graphs = plan, graphs
+    def __init__(self, plan: Plan, graphs: DecodeGraphs, barred: Iterable[str], *, alone: bool = True) -> None:
+        self._plan, self._graphs, self._alone = plan, graphs, alone
         self._barred = set(barred)
         self._lock = threading.Lock()
         self._missing: set[int] = set()
@@ -118,6 +120,9 @@ class Session:
             return
         with self._lock:
             sizes, self._missing = sorted(self._missing), set()
+        if not self._alone:
+            log.warning("graphs: %s stay without a graph: ranks would have to capture them together", sizes)
+            return
         try:
             captured = capture(self._graphs, sizes, None, keep=False)
         except RuntimeError as error:  # torch's word for all that can go wrong

@@ -192,7 +192,7 @@ class CudaGraphStage(Wide):
         gone |= {name: failed.pop(name) for name, why in list(failed.items()) if why.startswith(NO_MEMORY)}
         late = [] if in_time else [name for name in left(plan, but=seen) if name not in gone]
         outcome = Outcome(known, {**gone, **dict.fromkeys(late, _LATE)}, failed, patient, len(checked))
-        session = Session(plan, graphs, {**outcome.all})
+        session = Session(plan, graphs, outcome.all, alone=_alone(start))
         graphs.session = session
         plan.ready.open(session.use)
         return session, outcome
@@ -297,7 +297,8 @@ class CudaGraphStage(Wide):
             self._capture_alone(start, f"{plan.why}; not saved: {_first_line(error)}")
             return
         _trim(plan)
-        if captured.troubles:  # those that did not fit into the range may fit elsewhere
+        # Those that did not fit into the range may fit elsewhere; steps of one rank alone would wait for the others.
+        if captured.troubles and _alone(start):
             self._capture(start, graphs, list(captured.troubles), None, keep=False)
         details: dict[str, Any] = {"saved": False}
         why = plan.why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,3 +283,29 @@ def test_ranks_check_by_recorded_outputs_alone(bench: Bench, monkeypatch: pytest
     bench.plan.checkpoint = "here"
     bench.stage._check(bench.start, bench.plan, bench.graphs, NAMES)
     assert checked == ["decode/8"]  # the other one would be compared with a step of this rank alone
+
+
+def test_one_rank_captures_nothing_later_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_alone", lambda start: False)
+    bench.restoring()
+    bench.run()
+    bench.graphs.x = bench.graphs.x.clone()
+    assert bench.graphs.session is not None
+    assert bench.graphs.session.verify_owners()
+    bench.graphs.session.capture_missing()
+    assert (bench.captures, bench.graphs.used[4]) == ([], None)  # a warm-up would wait for the other ranks
+
+
+def test_one_rank_does_not_capture_once_more_what_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_alone", lambda start: False)
+    monkeypatch.setattr(bench.stage, "_save", lambda *_: {"saved": True})
+    bench.plan.recorder = SimpleNamespace(seen=None, close=lambda: None)  # type: ignore[assignment]
+    captures: list[list[int]] = []
+
+    def capture(graphs: Any, sizes: Any, ranges: Any, *, keep: bool) -> Captured:
+        captures.append(list(sizes))
+        return Captured(graphs={4: "native 4"}, outputs={4: {}}, troubles={8: "CUDA out of memory"})
+
+    monkeypatch.setattr("fer.cudagraph.capture.capture", capture)
+    assert "8: CUDA out of memory" in bench.run().details["troubles"]
+    assert captures == [[4, 8]]
