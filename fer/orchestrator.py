@@ -6,7 +6,9 @@ The module is not called ``recover``: importing a submodule sets it as an attrib
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from fer import stages
@@ -38,12 +40,61 @@ def recover(engine: Engine, options: Options | None = None, **overrides: Any) ->
         KeeperUnavailable: ``mode="client"`` and no keeper listens.
         OutOfMemory: the weights cannot fit beside what other engines hold.
     """
-    start = _start(engine, options, overrides)
+    return recover_for_duty(engine, options, parked=False, **overrides).report
+
+
+class Recovered:
+    """An engine that was recovered, and may stand by between times in which it serves.
+
+    To be used from the thread that recovered it, while no answer is under way.
+
+    Attributes:
+        report: of the start.
+        parked: the engine has no memory for its cache, and cannot serve.
+    """
+
+    def __init__(self, start: stages.Start, graphs: stages.Wide) -> None:
+        self._start, self._graphs = start, graphs
+        self.report, self.parked = start.report, start.parked
+
+    def park(self) -> bool:
+        """Give back the cache's memory; False for an engine that cannot, and keeps it."""
+        self.parked = self._graphs.park(self._start)
+        return self.parked
+
+    def unpark(self) -> dict[str, float]:
+        """Take memory for the cache and make one token, which proves that the engine serves.
+
+        Returns:
+            seconds of ``backing`` and ``self_test``.
+
+        Raises:
+            OutOfMemory: fields ``needed`` and ``free`` in bytes. The engine is parked as before; ask again later.
+        """
+        begin = time.perf_counter()
+        if self.parked:
+            self._graphs.unpark(self._start)
+            self.parked = False
+        backed = time.perf_counter()
+        self._start.engine.first_token()
+        return {"backing": backed - begin, "self_test": time.perf_counter() - backed}
+
+
+def recover_for_duty(engine: Engine, options: Options | None = None, *, parked: bool, **overrides: Any) -> Recovered:
+    """Start an engine as :func:`recover` does, to be parked and unparked from then on.
+
+    Args:
+        parked: let it stand by: it attaches weights, restores graphs and warms up, with next to no memory for a cache.
+    """
+    start = _start(engine, options, overrides, parked=parked)
     report = start.report
     graphs = stages.cudagraph_stage()
     before = _load_weights(start, graphs)
-    with report.phase("kv"), graphs.placing(start):
-        engine.allocate_kv()
+    with report.phase("kv"):
+        if parked and not graphs.in_place(start) and not engine.park():
+            start = dataclasses.replace(start, parked=False)
+        with graphs.placing(start):
+            engine.allocate_kv()
     with report.phase("graphs"):
         graphs.run(start)
         engine.warm_up()
@@ -51,7 +102,7 @@ def recover(engine: Engine, options: Options | None = None, **overrides: Any) ->
         engine.first_token()
     report.finish()
     _finish(start, before)
-    return report
+    return Recovered(start, graphs)
 
 
 def preload(engine: Engine, options: Options | None = None, **overrides: Any) -> Report:
@@ -66,7 +117,7 @@ def preload(engine: Engine, options: Options | None = None, **overrides: Any) ->
     return start.report
 
 
-def _start(engine: Engine, options: Options | None, overrides: dict[str, Any]) -> stages.Start:
+def _start(engine: Engine, options: Options | None, overrides: dict[str, Any], *, parked: bool = False) -> stages.Start:
     if options is None:
         options = Options.load(**overrides)
     elif overrides:
@@ -77,7 +128,7 @@ def _start(engine: Engine, options: Options | None, overrides: dict[str, Any]) -
     # Imports belong to the phase "python", which lasts until the first phase that is named.
     stages.weights_stage()
     engine.import_code()
-    return stages.Start(engine=engine, options=options, report=report)
+    return stages.Start(engine=engine, options=options, report=report, parked=parked)
 
 
 def _load_weights(start: stages.Start, graphs: stages.Wide | None, *, tokenizer: bool = True) -> list[stages.Stage]:

@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of one engine: what every stage is given."""
+    """One start of one engine: what every stage is given.
+
+    Attributes:
+        parked: the engine is to stand by, without memory for its cache.
+    """
 
     engine: Engine
     options: Options
     report: Report
+    parked: bool = False
 
 
 class Stage(ABC):
@@ -55,6 +60,21 @@ class Wide(Stage):
     def placing(self, start: Start) -> AbstractContextManager[None]:
         """Around the engine's allocation of its key/value cache."""
         return nullcontext()
+
+    def in_place(self, start: Start) -> bool:
+        """Whether :meth:`placing` gives a parked engine the addresses of its whole cache, so that it allocates as ever.
+
+        Where not, the engine allocates a small cache while it is parked, and its whole one by ``unpark()``.
+        """
+        return False
+
+    def park(self, start: Start) -> bool:
+        """Take the cache's memory from an engine at rest; whether there is less of it now."""
+        return start.engine.park()
+
+    def unpark(self, start: Start) -> None:
+        """Give it memory again. Raises OutOfMemory: the engine is parked as before."""
+        start.engine.unpark()
 
 
 class Absent(Stage):

@@ -138,6 +138,22 @@ class Engine(ABC):
     def first_token(self) -> None:
         """Produce one token; its end is the end of the start."""
 
+    def park(self) -> bool:
+        """Let go of the cache's memory, or take next to none in the first place; called before or after
+        :meth:`allocate_kv`, which then makes a cache that is only as large as :meth:`warm_up` needs it.
+
+        Returns:
+            whether the engine can: where not, it keeps its cache while it stands by.
+        """
+        return False
+
+    def unpark(self) -> None:
+        """Take the cache's memory again, zeroed.
+
+        Raises:
+            OutOfMemory: there is not enough; the engine is parked as before, and may be asked again.
+        """
+
     def estimated_bytes(self) -> int:
         """Device bytes that this rank's weights will need, 0 where unknown.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from fer.engines.cache import PARKED_LENGTH
 from fer.engines.graphs import DEEP, DecodeGraphs, Replayable
 
 _ROUND = 2 << 20
@@ -112,7 +113,10 @@ class TransformersGraphs(DecodeGraphs):
 
     Attributes:
         slots: the cache, once it is allocated.
+        parked: make the cache of :data:`~fer.engines.cache.PARKED_LENGTH` positions only.
     """
+
+    parked = False
 
     def __init__(
         self, config: Any, *, batch_sizes: Sequence[int], length: int, dtype: torch.dtype, device: str, world: int = 1
@@ -146,8 +150,9 @@ class TransformersGraphs(DecodeGraphs):
 
     def allocate_kv(self) -> None:
         """Make the cache; forgets graphs over an earlier one."""
+        length = min(PARKED_LENGTH, self.length) if self.parked else self.length
         with torch.inference_mode():
-            self.slots = Slots(self.layers, self.rows, self.heads, self.length, self.width, self.dtype, self.device)
+            self.slots = Slots(self.layers, self.rows, self.heads, length, self.width, self.dtype, self.device)
         self._graphs.clear()
 
     def allocate(self) -> None:

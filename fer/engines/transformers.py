@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fer.engines import estimate, fp8, pretrained, process, ranks
+from fer.engines import cache, estimate, fp8, pretrained, process, ranks
 from fer.engines.base import Engine, EngineIdentity, Ranks
 from fer.engines.quiet import quiet
 from fer.errors import CheckpointError, FerBug, OptionError, UsageError
@@ -103,6 +103,7 @@ class TransformersEngine(Engine):
         self._module: Any = None
         self._cache: Any = None
         self._cache_name = "past_key_values"
+        self._parked = False
         self._identity: EngineIdentity | None = None
         if any(size < 1 for size in batch_sizes) or len(set(batch_sizes)) != len(batch_sizes):
             raise OptionError(f"batch_sizes={batch_sizes!r} cannot be", fix="Give different numbers from 1 on")
@@ -199,7 +200,41 @@ class TransformersEngine(Engine):
             return
         from transformers import StaticCache
 
-        self._cache = StaticCache(config=self.module.config, max_cache_len=self.max_length)
+        length = min(cache.PARKED_LENGTH, self.max_length) if self._parked else self.max_length
+        self._cache = StaticCache(config=self.module.config, max_cache_len=length)
+
+    def park(self) -> bool:
+        self._set_parked(True)
+        return True
+
+    def unpark(self) -> None:
+        self._set_parked(False)
+
+    def _set_parked(self, parked: bool) -> None:
+        decode = self.graphs()
+        if not parked and self._parked:
+            cache.require_room(self._cache_bytes(), self.device)
+        before = self._parked
+        self._parked = parked
+        if decode is not None:
+            decode.parked = parked
+        if self._module is None:
+            return  # nothing was allocated yet
+        self._cache = None
+        if decode is not None:
+            decode.slots = None  # before the next one is made
+        try:
+            self.allocate_kv()
+        except RuntimeError as error:  # torch's word for lack of memory
+            self._set_parked(before)
+            raise cache.out_of_memory(self._cache_bytes(), self.device) from error
+
+    def _cache_bytes(self) -> int:
+        """Bytes of the cache of an engine that serves."""
+        config = self.module.config.get_text_config(decoder=True)
+        rows = max(self._batch_sizes, default=1)
+        itemsize = getattr(torch, self.identity().dtype).itemsize
+        return cache.cache_bytes(config, rows, self.max_length, itemsize, self.identity().ranks.tp_size)
 
     def warm_up(self) -> None:
         """Run the decode path once, so that the first answer pays for no lazy initialisation."""

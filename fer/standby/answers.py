@@ -41,13 +41,30 @@ class Answers:
 
     Args:
         model: what is served.
+        open: answer from the beginning, and not only after :meth:`admit`.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, open: bool = True) -> None:
+        self._admitted = open
         self.scheduler = Scheduler(model.rows, model.ends, self._deliver)
         self._model = model
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[Job, tuple[asyncio.StreamWriter, asyncio.Event]] = {}
+
+    def admit(self) -> None:
+        """Answer from now on. From any thread."""
+        self._admitted = True
+
+    def shut(self) -> None:
+        """Answer nobody from now on, and break off what is under way: the front asks another. From any thread."""
+        self._admitted = False
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._break_off)
+
+    def _break_off(self) -> None:
+        for writer, last in self._open.values():
+            writer.transport.abort()
+            last.set()
 
     def run(self, sock: socket.socket) -> None:
         """Serve for ever: the thread's whole work."""
@@ -61,7 +78,7 @@ class Answers:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if _is_ours(writer):
+            if _is_ours(writer) and self._admitted:
                 await self._generate(reader, writer)
         except (ConnectionError, TimeoutError):
             pass  # the front has gone, and with it whoever would read this
@@ -95,6 +112,8 @@ class Answers:
 
     async def _follow(self, job: Job, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Until the job's last event, or until the front closes its side."""
+        if not self._admitted:  # since we looked
+            return
         last = asyncio.Event()
         self._open[job] = (writer, last)
         self.scheduler.submit(job)

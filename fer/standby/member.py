@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fer.standby.rankgroup import RankGroup
 from fer.standby.router import Target
 from fer.standby.wire import Ready
 
-Role = Literal["starting", "standby", "active", "draining", "backoff", "ending", "wedged", "stopped"]
-ROLES: tuple[Role, ...] = ("starting", "standby", "active", "draining", "backoff", "ending", "wedged", "stopped")
+Role = Literal["starting", "standby", "promoting", "active", "draining", "backoff", "ending", "wedged", "stopped"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 FREE_RESTARTS = 2
 """Deaths in a row that are answered at once."""
@@ -36,6 +36,8 @@ class Member:
         failures: deaths in a row of engines that were of no use before.
         last_error: of the last death, in one line; ``tail``: the last lines of that engine's output.
         blame: why the supervisor itself ended the engine, ``""`` where it did not.
+        parked: its engine has no memory for answers, or starts without.
+        unfit: why it could not be promoted, ``""`` where nobody tried or it may be tried again.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Member:
     last_error: str = ""
     tail: str = ""
     blame: str = ""
+    parked: bool = False
+    unfit: str = ""
     group: RankGroup | None = None
     target: Target | None = None
     ready: Ready | None = None
@@ -79,6 +83,7 @@ class Member:
         return {
             "name": self.name,
             "role": self.state,
+            "parked": self.parked,
             "seconds": round(time.monotonic() - self.since, 3),
             "processes": processes,
             "restarts": self.restarts,

@@ -9,13 +9,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fer.standby.member import ROLES
+from fer.standby.outage import Outage
 from fer.standby.router import Router
-from fer.standby.supervisor import STATES, Outage, Supervisor
+from fer.standby.supervisor import STATES, Supervisor
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample of each counter that nobody reads
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.3, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
+
+_PARTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class _Seen(Collector):
@@ -69,6 +72,14 @@ class Metrics:
             registry=registry,
         )
 
+        self._promotion_s = Histogram(
+            "fer_promotion_seconds",
+            "Seconds of each part of the promotion of an engine after a death; fence is part of claim",
+            ["part"],
+            buckets=_PARTS,
+            registry=registry,
+        )
+
     def watch(self, supervisor: Supervisor, router: Router) -> None:
         """Show what these two know as well."""
         self._registry.register(_Seen(supervisor, router))
@@ -84,6 +95,8 @@ class Metrics:
 
     def outage(self, outage: Outage) -> None:
         """An outage has ended."""
+        for part, seconds in outage.parts().items():
+            self._promotion_s.labels(part).observe(seconds)
         self._active_s.observe((outage.active - outage.died) / 1e9)
         if outage.token:
             self._token_s.observe((outage.token - outage.died) / 1e9)

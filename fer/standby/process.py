@@ -33,6 +33,9 @@ class Command:
     folder: Path = field(default_factory=Path.cwd)
 
 
+Answer = wire.Promoted | wire.Unpromoted | wire.Parked
+"""To an order."""
+
 Spawn = Callable[[Command, tuple[int, int, int]], Child]
 """Starts a command in a session of its own, with these three descriptors as its stdio. Raises OSError or FerError."""
 
@@ -100,14 +103,21 @@ class Process:
         ready: done when the process says so.
         ended: done when it has ended.
         broken: the error it ended with, where it could say one.
+        orders: whether it takes orders.
     """
 
-    def __init__(self, child: Child, control: socket.socket, tail: Tail, started: int) -> None:
+    def __init__(
+        self, child: Child, control: socket.socket, tail: Tail, started: int, stand: wire.Stand | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.pid, self.how, self.why_so, self.started = child.pid, child.via, child.why, started
         self.born = born(self.pid)
         self.begun = self.died = 0
         self.broken: FerError | None = None
+        self.orders = False
+        self._stand = stand
+        self._writer: asyncio.StreamWriter | None = None
+        self._answer: asyncio.Future[Answer] | None = None
         self._status: int | None = None
         self.ready: asyncio.Future[wire.Ready] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -116,8 +126,12 @@ class Process:
         loop.add_reader(child.pidfd.fileno(), self._see_end)
 
     @classmethod
-    async def start(cls, command: Command, how: Spawn) -> Process:
-        """Start a command. Raises OSError or FerError, as ``how`` does."""
+    async def start(cls, command: Command, how: Spawn, stand: wire.Stand | None = None) -> Process:
+        """Start a command. Raises OSError or FerError, as ``how`` does.
+
+        Args:
+            stand: what it is told at once, if it takes orders.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             try:
@@ -130,7 +144,7 @@ class Process:
             except BaseException:
                 ours.close()
                 raise
-        return cls(child, ours, Tail(read), started)
+        return cls(child, ours, Tail(read), started, stand)
 
     @property
     def tail(self) -> str:
@@ -142,6 +156,15 @@ class Process:
         if self.ended.done():
             return
         self._child.send_signal(number)
+
+    async def ask(self, order: wire.Order) -> Answer | None:
+        """Give an order; the answer, or None from a process that ended before it."""
+        if self._writer is None or self.ended.done():
+            return None
+        self._answer = answer = self._loop.create_future()
+        self._writer.write(wire.line(order))
+        await asyncio.wait([answer, asyncio.shield(self.ended)], return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else None
 
     async def status(self) -> int:
         """Its exit status, negative for a signal, after it has ended."""
@@ -196,6 +219,7 @@ class Process:
     async def _listen(self) -> None:
         """Hear what the process says, until it says nothing more."""
         reader, writer = await asyncio.open_connection(sock=self._control, limit=wire.LINE_LIMIT)
+        self._writer = writer
         try:
             while (line := await reader.readline()).endswith(b"\n"):
                 self._hear(wire.control(line))
@@ -209,9 +233,14 @@ class Process:
 
     def _hear(self, message: wire.Control) -> None:
         if isinstance(message, wire.Begun):
-            self.begun = message.at
+            self.begun, self.orders = message.at, message.orders
+            if message.orders and self._writer is not None:
+                self._writer.write(wire.line(self._stand or wire.Stand(parked=False)))
         elif isinstance(message, wire.Broken):
             self.broken = from_dict(message.error)
+        elif isinstance(message, wire.Promoted | wire.Unpromoted | wire.Parked):
+            if self._answer is not None and not self._answer.done():
+                self._answer.set_result(message)
         elif not self.ready.done():
             self.ready.set_result(message)
 

@@ -29,6 +29,7 @@ class RankGroup:
     Args:
         commands: one a rank, rank 0 first.
         spawn: how each is started.
+        stand: what each is told that takes orders.
 
     Attributes:
         processes: those that were started.
@@ -36,8 +37,14 @@ class RankGroup:
             memory of gets it back only when the kernel lets go of them.
     """
 
-    def __init__(self, commands: Sequence[Command], spawn: Spawn, limits: Limits = Limits()) -> None:
-        self._commands, self._spawn, self._limits = commands, spawn, limits
+    def __init__(
+        self,
+        commands: Sequence[Command],
+        spawn: Spawn,
+        limits: Limits = Limits(),
+        stand: wire.Stand | None = None,
+    ) -> None:
+        self._commands, self._spawn, self._limits, self._stand = commands, spawn, limits, stand
         self.processes: list[Process] = []
         self.wedged: list[Process] = []
 
@@ -49,7 +56,7 @@ class RankGroup:
         """
         try:
             for command in self._commands:
-                self.processes.append(await Process.start(command, self._spawn))
+                self.processes.append(await Process.start(command, self._spawn, self._stand))
         except BaseException:
             await self.end()
             raise
@@ -65,6 +72,11 @@ class RankGroup:
         # Of several at once the one that could say why is most likely the cause.
         ended = sorted((process for process in self.processes if process.ended.done()), key=lambda p: p.died)
         return next((process for process in ended if process.broken), ended[0])
+
+    @property
+    def first(self) -> Process:
+        """The one that answers, and takes the orders."""
+        return self.processes[0]
 
     def kill(self) -> None:
         """SIGKILL to every rank, without waiting."""

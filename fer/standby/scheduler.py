@@ -173,12 +173,20 @@ class Scheduler:
             self._stopped = True
             self._change.notify()
 
+    def reset(self) -> None:
+        """Forget a stop that came while nothing ran. From the thread that calls :meth:`run`."""
+        with self._change:
+            self._stopped = False
+
     def run(self) -> None:
-        """Decode until stopped."""
+        """Decode until stopped; may be run again. Jobs that are left then are forgotten."""
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._stopped or self._waiting or self._running)
                 if self._stopped:
+                    self._stopped = False
+                    self._waiting.clear()
+                    self._running.clear()
                     return
                 # One prompt a step: running answers go on while others come in.
                 job = self._waiting.popleft() if self._waiting and len(self._running) < self._rows.count else None

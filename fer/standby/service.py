@@ -153,6 +153,7 @@ class Service:
             self._spawn,
             self._router,
             members=1 + settings.standbys,
+            service=f"{self._name} at {_address(public)}",
             limits=settings.supervisor,
             tell=self._tell,
             outages=metrics.outage,

@@ -5,7 +5,9 @@ then one line an event, the last of which is :class:`Ended` or :class:`Failed`. 
 that the worker has gone; a front that closes its side ends the generation.
 
 What concerns the worker as a whole it writes to its control socket, file descriptor 0: :class:`Begun`, then
-:class:`Ready` or :class:`Broken`. Its end of file tells the worker that its supervisor has gone.
+:class:`Ready` or :class:`Broken`. Its end of file tells the worker that its supervisor has gone. A worker that said it
+takes orders is sent :class:`Stand` at once, and later :class:`Promote` and :class:`Park`, each answered once:
+:class:`Promoted` or :class:`Unpromoted`, and :class:`Parked`.
 
 Decoding is strict: unknown tags, unknown fields and wrong types are refused, and nothing on the wire is code.
 """
@@ -99,9 +101,13 @@ Event = Began | Piece | Differed | Ended | Failed
 
 
 class Begun(_Line, frozen=True, tag="begun"):
-    """The interpreter runs. ``at`` is the clock of :func:`time.monotonic_ns`, which is one for the machine."""
+    """The interpreter runs. ``at`` is the clock of :func:`time.monotonic_ns`, which is one for the machine.
+
+    ``orders``: it answers nothing before it is promoted.
+    """
 
     at: int
+    orders: bool = False
 
 
 class Ready(_Line, frozen=True, tag="ready"):
@@ -119,16 +125,67 @@ class Broken(_Line, frozen=True, tag="broken"):
     error: dict[str, Any]
 
 
-Control = Begun | Ready | Broken
+class Promoted(_Line, frozen=True, tag="promoted", kw_only=True):
+    """The worker answers. Seconds of what that took, one after another; ``fence_s`` is part of ``claim_s``.
+
+    Attributes:
+        claim_s: until the service was its own, ``fence_s`` of it until the processes before had ended.
+        backing_s: memory for the cache; ``self_test_s``: one token.
+        by: who granted the service: ``keeper``, ``lock``, or ``""`` where it has no name to be claimed by.
+    """
+
+    at: int
+    claim_s: float = 0.0
+    fence_s: float = 0.0
+    backing_s: float = 0.0
+    self_test_s: float = 0.0
+    by: str = ""
+
+
+class Unpromoted(_Line, frozen=True, tag="unpromoted"):
+    """It stands by as before, and may be asked again. ``error`` is :meth:`fer.errors.FerError.to_dict`."""
+
+    error: dict[str, Any]
+
+
+class Parked(_Line, frozen=True, tag="parked"):
+    """It answers no more and stands by; ``freed``: without memory for answers."""
+
+    at: int
+    freed: bool
+
+
+Control = Begun | Ready | Broken | Promoted | Unpromoted | Parked
+
+
+class Stand(_Line, frozen=True, tag="stand", kw_only=True):
+    """How to start: ``parked``, without memory for answers, or ready to serve; and which service to claim for that."""
+
+    parked: bool
+    service: str = ""
+
+
+class Promote(_Line, frozen=True, tag="promote"):
+    """Answer from now on, if the service can be had within ``wait_s`` seconds."""
+
+    wait_s: float
+
+
+class Park(_Line, frozen=True, tag="park"):
+    """Let the service go; answers that are under way are cut off."""
+
+
+Order = Stand | Promote | Park
 _T = TypeVar("_T")
 
 _encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[Generate] = msgspec.json.Decoder(Generate)
 _events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Began | Piece | Differed | Ended | Failed)
-_controls: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Begun | Ready | Broken)
+_controls: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Begun | Ready | Broken | Promoted | Unpromoted | Parked)
+_orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Stand | Promote | Park)
 
 
-def line(message: Generate | Event | Control) -> bytes:
+def line(message: Generate | Event | Control | Order) -> bytes:
     """A message as it is sent."""
     return _encoder.encode(message) + b"\n"
 
@@ -146,6 +203,11 @@ def event(data: bytes) -> Event:
 def control(data: bytes) -> Control:
     """The message in a line of the control socket. Raises ProtocolError."""
     return _decode(_controls, data)
+
+
+def order(data: bytes) -> Order:
+    """The order in a line of the control socket. Raises ProtocolError."""
+    return _decode(_orders, data)
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:

@@ -7,29 +7,37 @@ supervisor; when that closes, the supervisor has gone, and the worker ends where
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from fer.errors import FerError, UsageError
+from fer.errors import FerError, ProtocolError, UsageError
 from fer.standby import wire
 from fer.standby.answers import Answers, listen
 
 if TYPE_CHECKING:
+    from fer.orchestrator import Recovered
     from fer.report import Report
     from fer.standby.model import Model
+    from fer.weights.client import KeeperClient
 
 
 class Supervised:
-    """The control socket. A thread waits for its end from the beginning: imports and loads take long."""
+    """The control socket. A thread waits for its end from the beginning: imports and loads take long.
 
-    def __init__(self) -> None:
+    Args:
+        hear: takes orders, in that thread.
+    """
+
+    def __init__(self, hear: Callable[[wire.Order], None] = lambda order: None) -> None:
+        self._hear = hear
         self._sock = socket.socket(fileno=os.dup(0))
         self._sock.setblocking(True)
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -46,9 +54,10 @@ class Supervised:
 
     def _watch(self) -> NoReturn:
         try:
-            while self._sock.recv(1 << 10):
-                pass
-        except OSError:
+            with self._sock.makefile("rb") as lines:
+                for line in lines:
+                    self._hear(wire.order(line))
+        except (OSError, ProtocolError):
             pass
         os._exit(1)
 
@@ -57,12 +66,23 @@ def run(load: Callable[[], tuple[Model, Report]], path: Path) -> NoReturn:
     """Serve what ``load`` makes at the socket ``path``, in this thread; ends with the process."""
     supervised = Supervised()
     supervised.say(wire.Begun(time.monotonic_ns()))
-    try:
+    with guarded(supervised):
         model, report = load()
         answers = Answers(model)
         sock = listen(path)
+    # The engine stays in the thread that recovered it, which is the main one; the loop takes another.
+    threading.Thread(target=end_with, args=(lambda: answers.run(sock),), name="answers", daemon=True).start()
+    supervised.say(wire.Ready(time.monotonic_ns(), model.context, model.rows.count, report.to_json()))
+    end_with(answers.scheduler.run)
+
+
+@contextlib.contextmanager
+def guarded(supervised: Supervised) -> Iterator[None]:
+    """Around a start: what it raises is said, and ends the process."""
+    try:
+        yield
     except FerError as error:
-        supervised.say(wire.Broken(_plain(error)))
+        supervised.say(wire.Broken(plain(error)))
         sys.stderr.write(f"fer: {error}\n")
         sys.stderr.flush()
         os._exit(2 if isinstance(error, UsageError) else 1)
@@ -70,13 +90,9 @@ def run(load: Callable[[], tuple[Model, Report]], path: Path) -> NoReturn:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    # The engine stays in the thread that recovered it, which is the main one; the loop takes another.
-    threading.Thread(target=_end_with, args=(lambda: answers.run(sock),), name="answers", daemon=True).start()
-    supervised.say(wire.Ready(time.monotonic_ns(), model.context, model.rows.count, report.to_json()))
-    _end_with(answers.scheduler.run)
 
 
-def _end_with(work: Callable[[], None]) -> NoReturn:
+def end_with(work: Callable[[], None]) -> NoReturn:
     """Do one of the two things this process is for; without either it is of no use."""
     status = 0
     try:
@@ -89,7 +105,8 @@ def _end_with(work: Callable[[], None]) -> NoReturn:
     os._exit(status)
 
 
-def _plain(error: FerError) -> dict[str, object]:
+def plain(error: FerError) -> dict[str, object]:
+    """An error as it is sent."""
     import json
 
     return dict(json.loads(json.dumps(error.to_dict(), default=str)))
@@ -106,13 +123,13 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def load(arguments: argparse.Namespace) -> tuple[Model, Report]:
+def load(arguments: argparse.Namespace, *, parked: bool) -> tuple[Model, Recovered]:
     """The engine that the arguments name, recovered. Raises what :func:`fer.recover` raises."""
     import gc
 
-    import fer
     from fer.engines.devices import resolve
     from fer.engines.transformers import TransformersEngine
+    from fer.orchestrator import recover_for_duty
     from fer.standby.model import TransformersModel
 
     engine = TransformersEngine(
@@ -124,8 +141,23 @@ def load(arguments: argparse.Namespace) -> tuple[Model, Report]:
     )
     engine.import_code()
     gc.freeze()  # modules live as long as the process: the collector need not visit them again
-    report = fer.recover(engine)
-    return TransformersModel(engine), report
+    recovered = recover_for_duty(engine, parked=parked)
+    return TransformersModel(engine), recovered
+
+
+def connect() -> KeeperClient:
+    """A connection to the keeper, as the settings have it. Raises KeeperError."""
+    from fer.errors import KeeperUnavailable
+    from fer.options import Options
+    from fer.weights import connect as way
+
+    options = Options.load()
+    if options.mode == "off":
+        raise KeeperUnavailable("no keeper is asked", why="mode=off")
+    client, why = way.connect(options, label="fer serve")
+    if client is None:
+        raise KeeperUnavailable("no keeper could be had", why=why)
+    return client
 
 
 def _log() -> None:
@@ -141,7 +173,9 @@ def _log() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     chosen = _arguments(arguments)
     _log()
-    run(lambda: load(chosen), chosen.socket)
+    from fer.standby import duty
+
+    duty.run(lambda parked: load(chosen, parked=parked), chosen.socket, connect)
 
 
 if __name__ == "__main__":

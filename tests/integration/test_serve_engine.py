@@ -16,10 +16,11 @@ from fer.engines.transformers import TransformersEngine
 from fer.memory.fd import Fd
 from fer.standby import wire
 from fer.standby.model import TransformersModel
+from fer.standby.outage import Outage
 from fer.standby.process import Command
 from fer.standby.router import Resume, Router, RouterLimits
 from fer.standby.scheduler import Job, OneRow, Scheduler, SlotRows
-from fer.standby.supervisor import Outage, Supervisor
+from fer.standby.supervisor import Supervisor
 from fer.standby.text import TextStream
 from fer.weights.client import KeeperClient
 from tests.support import engine_models, serve_models, zygote

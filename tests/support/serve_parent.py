@@ -21,6 +21,7 @@ from fer.standby.supervisor import SupervisorLimits
 def main() -> None:
     asked = json.loads(sys.argv[1])
     rows = str(asked.pop("rows", 4))
+    module = asked.pop("engine", "tests.support.serve_engine")
     limits = Limits(term_s=asked.pop("term_s", 5.0), kill_s=5.0)
     supervisor = SupervisorLimits(start_s=asked.pop("start_s", 30.0), drain_s=asked.pop("drain_s", 10.0), end=limits)
     router = RouterLimits(**{name: asked.pop(name) for name in ("requests", "wait_s", "stall_s") if name in asked})
@@ -28,7 +29,7 @@ def main() -> None:
 
     def commands(path: Path) -> Sequence[Command]:
         # As a file, without what -m would import before: it starts in a moment.
-        arguments = (sys.executable, "-m", "tests.support.serve_engine", "--socket", str(path), "--rows", rows)
+        arguments = (sys.executable, "-m", module, "--socket", str(path), "--rows", rows)
         return [Command(arguments=arguments, environment=dict(os.environ))]
 
     logging.basicConfig(format="fer: %(message)s", level=logging.INFO)

@@ -1,0 +1,146 @@
+"""A worker that takes orders: it stands by until it is promoted, serves, and may be parked again.
+
+Promotion has an order of its own: the service is claimed, which nobody gets while a process of the engine before lives;
+the cache gets its memory; one token proves that the engine decodes; only then the front is told.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+from fer.errors import FerError, ServiceHeld
+from fer.standby import wire
+from fer.standby.answers import Answers, listen
+from fer.standby.worker import Supervised, end_with, guarded, plain
+from fer.weights.services import Tenure, hold
+
+if TYPE_CHECKING:
+    from fer.report import Report
+    from fer.standby.model import Model
+    from fer.weights.client import KeeperClient
+
+
+class Parking(Protocol):
+    """An engine that stands by or serves; :class:`fer.orchestrator.Recovered` is one.
+
+    Attributes:
+        parked: it has no memory for answers.
+    """
+
+    parked: bool
+
+    @property
+    def report(self) -> Report:
+        """Of the start."""
+
+    def park(self) -> bool:
+        """Give the memory back; whether it could."""
+
+    def unpark(self) -> dict[str, float]:
+        """Take it, and make one token; seconds of ``backing`` and ``self_test``. Raises OutOfMemory: still parked."""
+
+
+Load = Callable[[bool], "tuple[Model, Parking]"]
+"""Makes the engine, parked or ready to serve."""
+
+
+def run(load: Load, path: Path, connect: Callable[[], KeeperClient]) -> NoReturn:
+    """Do as the supervisor says, in this thread; ends with the process.
+
+    Args:
+        path: where requests are answered, once this worker is promoted.
+        connect: makes a connection to the keeper; raises KeeperError.
+    """
+    Worker(connect).run(load, path)
+
+
+class Worker:
+    """One such process."""
+
+    def __init__(self, connect: Callable[[], KeeperClient]) -> None:
+        self._connect = connect
+        self._orders: queue.SimpleQueue[wire.Order] = queue.SimpleQueue()
+        self._answers: Answers | None = None
+        self._tenure: Tenure | None = None
+        self._supervised = Supervised(self._hear)
+
+    def _hear(self, order: wire.Order) -> None:
+        """In the thread of the control socket: the engine's may be decoding."""
+        self._orders.put(order)
+        if isinstance(order, wire.Park) and self._answers is not None:
+            self._answers.scheduler.stop()
+
+    def run(self, load: Load, path: Path) -> NoReturn:
+        say = self._supervised.say
+        say(wire.Begun(time.monotonic_ns(), orders=True))
+        stand = self._orders.get()
+        assert isinstance(stand, wire.Stand), "the supervisor says first how to start"
+
+        with guarded(self._supervised):
+            model, engine = load(stand.parked)
+            self._answers = answers = Answers(model, open=False)
+            sock = listen(path)
+        threading.Thread(target=end_with, args=(lambda: answers.run(sock),), name="answers", daemon=True).start()
+        report = engine.report.to_json()
+        say(wire.Ready(time.monotonic_ns(), model.context, model.rows.count, report))
+        end_with(lambda: self._obey(stand.service, engine, answers))
+
+    def _obey(self, service: str, engine: Parking, answers: Answers) -> NoReturn:
+        while True:
+            order = self._orders.get()
+            if isinstance(order, wire.Promote):
+                try:
+                    said: wire.Control = self._promote(service, engine, order.wait_s)
+                except FerError as error:
+                    sys.stderr.write(f"fer: cannot serve now: {error}\n")
+                    said = wire.Unpromoted(plain(error))
+                else:
+                    answers.admit()
+                self._supervised.say(said)
+                if isinstance(said, wire.Promoted):
+                    answers.scheduler.run()  # until a Park, which is the next order then
+            elif isinstance(order, wire.Park):
+                answers.shut()
+                answers.scheduler.reset()
+                freed = engine.park()
+                if self._tenure is not None:
+                    self._tenure.release()  # after the memory is free: the next one needs it
+                    self._tenure = None
+                self._supervised.say(wire.Parked(time.monotonic_ns(), freed))
+
+    def _promote(self, service: str, engine: Parking, wait_s: float) -> wire.Promoted:
+        """Raises ServiceHeld, OutOfMemory: it stands by as before."""
+        begin = time.perf_counter()
+        tenure = None
+        if service:
+            tenure = hold(service, connect=self._connect, wait_s=wait_s, lost=_lost)
+        claimed = time.perf_counter()
+        try:
+            parts = engine.unpark()
+        except FerError:
+            if tenure is not None:
+                tenure.release()
+            raise
+        self._tenure = tenure
+        return wire.Promoted(
+            at=time.monotonic_ns(),
+            claim_s=claimed - begin,
+            fence_s=tenure.fence_s if tenure is not None else 0.0,
+            backing_s=parts["backing"],
+            self_test_s=parts["self_test"],
+            by=tenure.by if tenure is not None else "",
+        )
+
+
+def _lost(why: str) -> NoReturn:
+    """Another serves in our place: whatever the reason, two must not."""
+    sys.stderr.write(f"fer: this engine ends: {ServiceHeld('the service is no longer its own', why=why)}\n")
+    sys.stderr.flush()
+    os._exit(1)
