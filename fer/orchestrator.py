@@ -76,7 +76,7 @@ class Recovered:
             self._graphs.unpark(self._start)
             self.parked = False
         backed = time.perf_counter()
-        self._start.engine.first_token()
+        self._start.engine.self_test()
         return {"backing": backed - begin, "self_test": time.perf_counter() - backed}
 
 

@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from fer import __version__
+from fer.cudagraph import parking, state
 from fer.cudagraph import plan as planning
-from fer.cudagraph import state
 from fer.cudagraph.check import NO_MEMORY
 from fer.cudagraph.outcome import Outcome, first_reasons, first_troubles, left, say, usable
 from fer.cudagraph.plan import Plan
@@ -96,10 +96,15 @@ class CudaGraphStage(Wide):
             self._allocate()
             return
         try:
-            plan.ranges.kv.map(graphs.kv_bytes(), chunk=1 << 30)
+            if start.parked:
+                parking.begin(plan)
+            else:
+                plan.ranges.kv.map(graphs.kv_bytes(), chunk=parking.CHUNK)
             plan.ranges.static.map(graphs.static_bytes)
         except (OutOfMemory, MappingError, DriverError) as error:
             self._give_up(str(error))
+            if start.parked:
+                start.engine.park()
             yield
             self._allocate()
             return
@@ -115,6 +120,33 @@ class CudaGraphStage(Wide):
             self._allocate()
             return
         self._placed = True
+
+    def in_place(self, start: Start) -> bool:
+        """Where the ranges are reserved: one slab over and over stands for the cache, and graphs point to it."""
+        return self._plan is not None
+
+    def park(self, start: Start) -> bool:
+        """Give the cache's memory back; its addresses stay, and so do the graphs."""
+        if self._plan is None or not self._placed:
+            return super().park(start)
+        parking.park(self._plan)
+        return True
+
+    def unpark(self, start: Start) -> None:
+        """Put memory, zeroed, where the cache lies; where it could keep no addresses, capture graphs over a new one.
+
+        Raises:
+            OutOfMemory: the engine is parked as before.
+        """
+        plan, graphs = self._plan, self._graphs
+        if plan is None or not self._placed:
+            super().unpark(start)
+            if graphs is not None and start.engine.device.startswith("cuda"):
+                graphs.allocate()
+                with _on(start.engine.device):
+                    self._capture(start, graphs, graphs.batch_sizes, None, keep=False)
+            return
+        parking.unpark(plan)
 
     def run(self, start: Start) -> None:
         """Leave the engine with graphs for every batch size, restored or captured, and report."""
@@ -281,7 +313,7 @@ class CudaGraphStage(Wide):
                 return None
 
     def _capture_and_save(self, start: Start, plan: Plan, graphs: DecodeGraphs) -> None:
-        if plan.recorder is None or not self._placed:
+        if plan.recorder is None or not self._placed or start.parked:
             plan.close_recorder()
             self._capture_alone(start, "; ".join(part for part in (plan.why, plan.unsaved) if part))
             if plan.unproven:

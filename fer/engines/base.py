@@ -138,6 +138,13 @@ class Engine(ABC):
     def first_token(self) -> None:
         """Produce one token; its end is the end of the start."""
 
+    def self_test(self) -> None:
+        """Make a token or two in every way that answers do, before an engine that stood by serves; raises if it cannot.
+
+        By default :meth:`first_token`.
+        """
+        self.first_token()
+
     def park(self) -> bool:
         """Let go of the cache's memory, or take next to none in the first place; called before or after
         :meth:`allocate_kv`, which then makes a cache that is only as large as :meth:`warm_up` needs it.

@@ -243,6 +243,14 @@ class TransformersEngine(Engine):
     def first_token(self) -> None:
         list(self.stream([self._any_token()], max_new_tokens=1, stop=False))
 
+    def self_test(self) -> None:
+        # With graphs the first token is a prompt's, and a graph makes the second.
+        tokens = 1 if self.graphs() is None else 2
+        made = list(self.stream([self._any_token()], max_new_tokens=tokens, stop=False))
+        vocabulary = self.module.config.get_text_config().vocab_size
+        if len(made) != tokens or not all(0 <= token < vocabulary for token in made):
+            raise FerBug("the engine's self-test made no token of its vocabulary", why=repr(made))
+
     # -- what users ask --------------------------------------------------------------------------------------------
 
     def generate(self, prompt: str | Sequence[int], max_new_tokens: int = 32) -> list[int]:

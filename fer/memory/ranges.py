@@ -175,6 +175,67 @@ class NamedRange:
         self.mapped = size
         self.allocator.limit = self.address + size
 
+    def back(self, *, chunk: int = CHUNK) -> None:
+        """Real memory, zeroed, in place of the slab that was mapped over and over: as far as anything was handed out.
+
+        Addresses stay as they are, and so does whatever points to them.
+
+        Raises:
+            OutOfMemory: the device has not that much; nothing was changed.
+            MappingError: no slab is mapped over and over.
+            DriverError: in the middle of the change; the range is of no use any more.
+        """
+        if not self._aliases:
+            raise MappingError(f"the range {self.name} has its memory", why="no slab is mapped over and over")
+        made: list[_Chunk] = []
+        with self.device.current():
+            try:
+                while (done := sum(each.size for each in made)) < self.used:
+                    size = min(chunk, self.used - done)
+                    made.append(_Chunk(self.address + done, size, self._create(size, self.used, had=done)))
+            except BaseException:
+                for each in made:
+                    driver.quietly("cuMemRelease", each.handle)
+                raise
+            self.device.synchronize()
+            self._unmap_aliases()
+            for each in made:
+                driver.call("cuMemMap", each.address, each.size, 0, each.handle, 0)
+                self._chunks.append(each)
+                self.mapped += each.size
+            if made:
+                self._allow(self.address, self.mapped)
+            for each in made:
+                driver.call("cuMemsetD8", each.address, 0, each.size)
+            self.device.synchronize()
+        self.allocator.limit = self.address + self.mapped
+
+    def rest(self, slab: int) -> None:
+        """Give the memory back and map one slab over and over in its place; the opposite of :meth:`back`.
+
+        Raises:
+            OutOfMemory, DriverError: in the middle of the change; the range is of no use any more.
+        """
+        size = self.used
+        with self.device.current():
+            self.device.synchronize()
+            self._unmap_aliases()
+            while self._chunks:
+                gone = self._chunks.pop()
+                driver.call("cuMemUnmap", gone.address, gone.size)
+                driver.call("cuMemRelease", gone.handle)
+        self.mapped = 0
+        if size:
+            self.map_over_and_over(size, slab)
+
+    def _unmap_aliases(self) -> None:
+        for alias in self._aliases:
+            driver.call("cuMemUnmap", alias.address, alias.size)
+        for handle in {id(alias.handle): alias.handle for alias in self._aliases}.values():
+            driver.call("cuMemRelease", handle)
+        self._aliases.clear()
+        self.mapped = 0
+
     def close(self) -> None:
         """Unmap everything; the addresses stay reserved. Nothing may use the memory any more."""
         self._pool = None
@@ -201,18 +262,19 @@ class NamedRange:
         self._chunks.append(_Chunk(where, length, handle))
         self.mapped += length
 
-    def _create(self, length: int, wanted: int) -> Any:
+    def _create(self, length: int, wanted: int, *, had: int | None = None) -> Any:
         try:
             return driver.call("cuMemCreate", length, self.vmm.properties(self.device.ordinal), 0)
         except DriverError as error:
             if driver.code_of(error) != driver.OUT_OF_MEMORY:
                 raise
             free = self.device.room().free
+            had = self.mapped if had is None else had
             raise OutOfMemory(
-                f"the range {self.name} needs {wanted} bytes, {self.mapped} of them are mapped",
+                f"the range {self.name} needs {wanted} bytes, {had} of them are there",
                 why=f"{free} bytes are free",
                 fix="Leave more memory beside the key/value cache.",
-                needed=wanted - self.mapped,
+                needed=wanted - had,
                 free=free,
             ) from error
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from fer.errors import FerError, ServiceHeld
+from fer.errors import KeeperError, OutOfMemory, ServiceHeld
 from fer.standby import wire
 from fer.standby.answers import Answers, listen
 from fer.standby.worker import Supervised, end_with, guarded, plain
@@ -98,7 +98,7 @@ class Worker:
             if isinstance(order, wire.Promote):
                 try:
                     said: wire.Control = self._promote(service, engine, order.wait_s)
-                except FerError as error:
+                except (OutOfMemory, KeeperError) as error:  # all else ends the process: who knows what it left
                     sys.stderr.write(f"fer: cannot serve now: {error}\n")
                     said = wire.Unpromoted(plain(error))
                 else:
@@ -124,7 +124,7 @@ class Worker:
         claimed = time.perf_counter()
         try:
             parts = engine.unpark()
-        except FerError:
+        except OutOfMemory:
             if tenure is not None:
                 tenure.release()
             raise

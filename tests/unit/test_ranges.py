@@ -138,3 +138,53 @@ def test_a_closed_range_can_be_mapped_again(fake: FakeDriver, ranges: Ranges) ->
     assert fake.used() == 0
     ranges.scratch.map(MIB)
     assert ranges.scratch.allocator.take(1) == ranges.scratch.address
+
+
+def parked(ranges: Ranges) -> memory.NamedRange:
+    """A cache of 150 MiB over one slab."""
+    kv = ranges.kv
+    kv.map_over_and_over(1000 * MIB, 64 * MIB)
+    assert kv.allocator.take(150 * MIB) == kv.address
+    return kv
+
+
+def test_memory_takes_the_place_of_a_slab_and_goes_again(fake: FakeDriver, ranges: Ranges) -> None:
+    kv = parked(ranges)
+    for _ in range(2):
+        del fake.cleared[:]
+        kv.back()
+        assert (kv.mapped, fake.used()) == (150 * MIB, 150 * MIB), "as much as was handed out"
+        assert [(at - kv.address, size) for at, (size, _) in sorted(fake.mapped.items())] == [
+            (0, 64 * MIB), (64 * MIB, 64 * MIB), (128 * MIB, 22 * MIB),
+        ]  # fmt: skip
+        assert sum(size for _, size in fake.cleared) == 150 * MIB
+        with pytest.raises(MappingError, match="has its memory"):
+            kv.back()
+        kv.rest(64 * MIB)
+        assert (kv.mapped, fake.used()) == (150 * MIB, (64 + 22) * MIB)
+        assert kv.allocator.take(1) == 0, "nothing more is handed out"
+    kv.close()
+    assert (fake.used(), fake.mapped, kv.mapped) == (0, {}, 0)
+
+
+def test_a_cache_without_memory_stays_parked(fake: FakeDriver, ranges: Ranges) -> None:
+    kv = parked(ranges)
+    before, used = dict(fake.mapped), fake.used()
+    ranges.pool.map(8 * GIB - used - 100 * MIB, chunk=8 * GIB)
+    pool = dict(fake.mapped)
+    with pytest.raises(OutOfMemory, match="range kv") as caught:
+        kv.back()
+    assert caught.value.fields == {"needed": 86 * MIB, "free": 36 * MIB}
+    assert (fake.mapped, kv.mapped, fake.used()) == (pool, 1000 * MIB, 8 * GIB - 100 * MIB)
+    assert before.items() <= fake.mapped.items()
+    ranges.pool.close()
+    kv.back()
+    assert fake.used() == 150 * MIB
+
+
+def test_an_empty_cache_needs_nothing(fake: FakeDriver, ranges: Ranges) -> None:
+    ranges.kv.map_over_and_over(64 * MIB, 64 * MIB)
+    ranges.kv.back()
+    assert (ranges.kv.mapped, fake.used(), fake.mapped) == (0, 0, {})
+    ranges.kv.rest(64 * MIB)
+    assert fake.used() == 0

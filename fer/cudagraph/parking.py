@@ -1,0 +1,60 @@
+"""A cache without memory: one slab stands for all of it, so that graphs find what they point to."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+from fer.cudagraph.plan import Plan
+from fer.errors import OutOfMemory
+
+log = logging.getLogger("fer")
+
+CHUNK: Final = 1 << 30
+"""Bytes of one allocation of a cache's memory."""
+
+FREED_S: Final = 1.0
+"""Seconds after a process's end in which a driver may still be giving its memory back."""
+
+
+def begin(plan: Plan) -> None:
+    """Before the engine allocates its cache: one slab over and over, and nothing is saved of graphs over that.
+
+    Raises:
+        OutOfMemory, MappingError, DriverError: as :meth:`~fer.memory.ranges.NamedRange.map_over_and_over`.
+    """
+    plan.ranges.kv.map_over_and_over(plan.graphs.kv_bytes(), slab(plan))
+    plan.unsaved = plan.unsaved or "the engine stands by, with no memory for its cache"
+
+
+def park(plan: Plan) -> None:
+    """Give the cache's memory back; its addresses stay, and so do the graphs."""
+    plan.ranges.kv.rest(slab(plan))
+
+
+def unpark(plan: Plan) -> None:
+    """Put memory, zeroed, where the cache lies, and see that all that graphs use is where it was.
+
+    Raises:
+        OutOfMemory: there is not enough, and has not come within :data:`FREED_S`; the engine is parked as before.
+    """
+    deadline = time.monotonic() + FREED_S
+    while True:
+        try:
+            plan.ranges.kv.back(chunk=CHUNK)
+            break
+        except OutOfMemory:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.01)
+    session = plan.graphs.session
+    if session is not None and (moved := session.verify_owners()):
+        log.warning("graphs: %s", "; ".join(moved[:3]))
+        session.capture_missing()
+
+
+def slab(plan: Plan) -> int:
+    """Bytes of the slab: no tensor of the cache may overlap itself, or replays would not give the recorded outputs."""
+    recorded = plan.archive.facts["kv"]["slab"] if plan.archive is not None else 0
+    return max(int(recorded), plan.graphs.largest_kv_bytes())

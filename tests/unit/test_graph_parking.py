@@ -1,0 +1,97 @@
+"""An engine that stands by: what the graphs' stage maps, gives back, and never saves. The driver is a pretended one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fer.cudagraph import parking
+from fer.errors import OutOfMemory
+from tests.support import cudagraph_stage
+from tests.support.cudagraph_stage import Bench, FakeRange
+
+
+class SlabRange(FakeRange):
+    """Keeps a list of what was asked."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.asked: list[tuple[str, int]] = []
+        self.lacks = 0
+
+    def map(self, size: int, chunk: int = 0) -> None:
+        super().map(size, chunk)
+        self.asked.append(("map", size))
+
+    def map_over_and_over(self, size: int, slab: int) -> None:
+        self.asked.append(("slab", slab))
+
+    def back(self, *, chunk: int) -> None:
+        if self.lacks:
+            self.lacks -= 1
+            raise OutOfMemory("the range kv needs 8 bytes", needed=8, free=3)
+        self.asked.append(("back", 0))
+
+    def rest(self, slab: int) -> None:
+        self.asked.append(("rest", slab))
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
+    monkeypatch.setattr(cudagraph_stage, "FakeRange", SlabRange)
+    made = Bench(monkeypatch, tmp_path)
+    made.start = dataclasses.replace(made.start, parked=True)
+    return made
+
+
+def kv(bench: Bench) -> Any:
+    return bench.plan.ranges.kv
+
+
+def test_restored_graphs_wait_over_the_recorded_slab(bench: Bench) -> None:
+    bench.restoring()
+    bench.plan.archive.facts["kv"] = {"slab": 8192}  # type: ignore[union-attr]
+    assert bench.run().path == "restored"
+    assert kv(bench).asked == [("slab", 8192)] and bench.stage.in_place(bench.start)
+    used = dict(bench.graphs.used)
+    bench.stage.unpark(bench.start)
+    assert bench.stage.park(bench.start)
+    assert kv(bench).asked[1:] == [("back", 0), ("rest", 8192)]
+    assert bench.graphs.used == used and not bench.captures, "the graphs are the same ones"
+
+
+def test_captured_graphs_over_a_slab_are_not_saved(bench: Bench) -> None:
+    row = bench.run()
+    assert (row.path, row.details["saved"]) == ("loaded", False) and "stands by" in row.why
+    assert kv(bench).asked == [("slab", 4096)]
+    assert not bench.plan.path.exists()
+
+
+def test_memory_that_comes_back_late_is_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.restoring()
+    bench.plan.archive.facts["kv"] = {"slab": 1}  # type: ignore[union-attr]
+    bench.run()
+    kv(bench).lacks = 3
+    bench.stage.unpark(bench.start)
+    assert kv(bench).asked[-1] == ("back", 0)
+    monkeypatch.setattr(parking, "FREED_S", 0.0)
+    kv(bench).lacks = 3
+    with pytest.raises(OutOfMemory) as caught:
+        bench.stage.unpark(bench.start)
+    assert caught.value.fields == {"needed": 8, "free": 3}
+    kv(bench).lacks = 0
+    bench.stage.unpark(bench.start)
+
+
+def test_graphs_whose_memory_moved_meanwhile_are_captured(bench: Bench) -> None:
+    bench.restoring()
+    bench.plan.archive.facts["kv"] = {"slab": 1}  # type: ignore[union-attr]
+    bench.run()
+    owners = bench.plan.archive.facts["owners"]  # type: ignore[union-attr]
+    owners[-1] = (owners[-1][0], owners[-1][1] + 512, owners[-1][2])
+    bench.stage.unpark(bench.start)
+    assert bench.captures == [([4], False)]
+    assert bench.graphs.used[4] == "native 4"
