@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from fer import __version__
 from fer.errors import ArchiveError
@@ -72,26 +75,35 @@ class _Changed(Exception):
         self.draft = draft
 
 
-def pack(roots: Mapping[str, Path], out: Path, choice: Choice | None = None, *, dry_run: bool = False) -> Packed:
+def pack(
+    roots: Mapping[str, Path],
+    out: Path,
+    choice: Choice | None = None,
+    *,
+    keep: Path | None = None,
+    dry_run: bool = False,
+) -> Packed:
     """Write an archive of caches that others may be using at the same time.
 
     Args:
         roots: folders by component's name.
         out: the archive; replaced all at once.
+        keep: an archive of this user's, which may be ``out``; what the caches lack of it goes along.
         dry_run: say what would be packed and write nothing.
 
     Raises:
-        ArchiveError: it cannot be written.
+        ArchiveError: it cannot be written, or ``keep`` is damaged.
     """
     choice = choice or Choice()
+    old = _manifest_of(keep)
     left_out: dict[str, str] = {}
     drafts = list(_drafts(roots, choice, left_out))
     for _ in range(_TRIES):
-        manifest = _manifest(drafts)
+        manifest = _manifest(drafts, old, choice)
         if dry_run:
             return Packed(out, "", manifest, left_out)
         try:
-            digest = container.write(out, manifests.encode(manifest), _blobs(manifest, drafts))
+            digest = container.write(out, manifests.encode(manifest), _blobs(manifest, drafts, keep))
             return Packed(out, digest, manifest, left_out)
         except _Changed as changed:
             left_out[changed.draft.found.path] = "it changed while it was packed"
@@ -161,7 +173,14 @@ def _shrink(found: Found) -> None:
     found.files = [name for name in found.files if name not in dropped]
 
 
-def _manifest(drafts: list[_Draft]) -> Manifest:
+def _manifest_of(archive: Path | None) -> Manifest | None:
+    if archive is None:
+        return None
+    with container.Reader(archive) as reader:
+        return manifests.read(reader)
+
+
+def _manifest(drafts: list[_Draft], old: Manifest | None = None, choice: Choice | None = None) -> Manifest:
     targets, options = _Table(), _Table()
     made = []
     for draft in sorted(drafts, key=lambda each: (each.component, each.found.path)):
@@ -180,15 +199,55 @@ def _manifest(drafts: list[_Draft]) -> Manifest:
                 code=draft.code,
             )
         )
+    host = compat.host_facts() if any(each.code for each in made) else {}
+    if old is not None:
+        carried = [*_carried(old, made, targets.rows, host, choice or Choice())]
+        host = host or (old.host if any(each.code for each in carried) else {})
+        made += [_moved(old, each, targets, options) for each in carried]
     return Manifest(
         schema=manifests.SCHEMA,
         tool=__version__,
-        entries=tuple(made),
+        entries=tuple(sorted(made, key=lambda each: (each.component, each.path))),
         targets=tuple(targets.rows),
         options=tuple(options.rows),
-        host=compat.host_facts() if any(each.code for each in made) else {},
+        host=host,
         soft=compat.soft_facts(gpus.look()),
     )
+
+
+def _carried(
+    old: Manifest, made: list[Entry], targets: list[dict[str, Any]], host: Mapping[str, Any], choice: Choice
+) -> Iterator[Entry]:
+    """Entries of an older archive that go along: another machine's or rank's, or what a restore had to leave out.
+
+    What another build of Triton compiled stays behind, or the archive would grow with every upgrade; so does code for
+    another host, since an archive knows of one only.
+    """
+    there = {(each.component, each.path) for each in made}
+    for each in old.entries:
+        if (each.component, each.path) in there or not (choice.wanted or _all)(each.component, each.path):
+            continue
+        if each.code and host and host != old.host:
+            continue
+        target = old.targets[each.target] if each.target is not None else None
+        if target is None or not targets or any(_same_build(target, now) for now in targets):
+            yield each
+
+
+def _same_build(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether the same Triton compiled both; of kernels that were compiled without FER only the version is known."""
+    return all(left.get(name) == right.get(name) or None in (left.get(name), right.get(name)) for name in TARGET[:2])
+
+
+def _all(component: str, path: str) -> bool:
+    return True
+
+
+def _moved(old: Manifest, each: Entry, targets: _Table, options: _Table) -> Entry:
+    """An entry with its numbers in other tables."""
+    target = targets.row(old.targets[each.target]) if each.target is not None else None
+    chosen = options.row(old.options[each.options]) if each.options is not None else None
+    return msgspec.structs.replace(each, target=target, options=chosen)
 
 
 class _Table:
@@ -208,13 +267,35 @@ class _Table:
         return self._known[text]
 
 
-def _blobs(manifest: Manifest, drafts: list[_Draft]) -> Iterator[tuple[str, bytes]]:
+def _blobs(manifest: Manifest, drafts: list[_Draft], keep: Path | None) -> Iterator[tuple[str, bytes]]:
     """Every blob, read again: a cache may be larger than memory."""
+    with contextlib.ExitStack() as opened:
+        older = None
+        if keep is not None:
+            reader = opened.enter_context(container.Reader(keep))
+            older = reader.blobs(manifests.read(reader).blobs())
+        yield from _in_order(manifest, drafts, older)
+
+
+def _in_order(
+    manifest: Manifest, drafts: list[_Draft], older: Iterator[tuple[str, bytes]] | None
+) -> Iterator[tuple[str, bytes]]:
     where: dict[str, tuple[_Draft, str]] = {}
     for draft in drafts:
         for name, stored in draft.files.items():
             where.setdefault(stored.sha256, (draft, name))
-    for digest, _ in manifest.blobs():
+    wanted = [digest for digest, _ in manifest.blobs()]
+    missing = set(wanted) - where.keys()
+    ahead: dict[str, bytes] = {}  # both archives are in the order of their entries, so that this stays small
+    for digest in wanted:
+        if digest in missing:
+            assert older is not None
+            while digest not in ahead:
+                found, data = next(older)
+                if found in missing:
+                    ahead[found] = data
+            yield digest, ahead.pop(digest)
+            continue
         draft, name = where[digest]
         try:
             data = entries.read(os.path.join(draft.root, draft.found.path, name))

@@ -224,7 +224,7 @@ class Session:
             others = added | {name: str(place) for name, place in roots.items() if name in kept_others}
             out = store.path_for(self._home, _prefix(start), str(arch))
             request = writer.Request(
-                str(self._root), str(out), sorted(keys), arch, replace=self._broken, others=others, since=since
+                str(self._root), str(out), sorted(keys), arch, doubt=self._broken, others=others, since=since
             )
             writer.begin(request)
         except Exception:  # the engine serves already

@@ -1,6 +1,7 @@
 """Writes an archive back after a start, in a process of its own: the engine serves already.
 
-One writer at a time; a second one waits, looks at what the first has written, and adds what is missing. Only complete
+One writer at a time; a second one waits, looks at what the first has written, and adds what is missing. What is kept
+already stays, also where this start's caches lack it: another machine or rank may have written it. Only complete
 groups go in. A writer that is killed leaves the archive as it was.
 """
 
@@ -32,7 +33,7 @@ class Request:
         out: the archive.
         keys: entries that the start looked up.
         arch: architecture of the archive's kernels; others are left out.
-        replace: the archive that is there could not be read; nothing of it is kept.
+        doubt: the archive that is there could not be used; it is read to its end before anything relies on it.
         others: folders of the other caches by component; of these, entries written since ``since`` go in.
         since: seconds since the epoch.
     """
@@ -41,7 +42,7 @@ class Request:
     out: str
     keys: list[str]
     arch: int
-    replace: bool = False
+    doubt: bool = False
     others: dict[str, str] = field(default_factory=dict)
     since: float = 0.0
 
@@ -94,10 +95,11 @@ def write(request: Request) -> dict[str, Any]:
 
     out, root = Path(request.out), Path(request.root)
     with FileLock(f"{out}.lock", timeout=WAIT_S, mode=0o600):
+        _tidy(out)
         kept: set[tuple[str, str]] = set()
         known: set[tuple[str, str, Any]] = set()
         with contextlib.suppress(FerError):  # one that cannot even be begun is replaced in any case
-            entries = () if request.replace else unpack.peek(out)[0].entries
+            entries = (unpack.verify(out) if request.doubt else unpack.peek(out)[0]).entries
             kept = {(each.component, each.path) for each in entries}
             known = {(each.component, each.path, each.files) for each in entries}
         wanted = kept | {("triton", path) for path in {*request.keys, *triton_helpers(root)}}
@@ -109,11 +111,32 @@ def write(request: Request) -> dict[str, Any]:
             return {"written": 0, "entries": len(kept)}
         roots = {"triton": root, **{name: Path(folder) for name, folder in request.others.items()}}
         choice = pack.Choice(archs=(request.arch,), wanted=lambda component, path: (component, path) in wanted)
-        planned = pack.pack(roots, out, choice, dry_run=True).manifest.entries
+        keep = out if kept else None
+        planned = pack.pack(roots, out, choice, keep=keep, dry_run=True).manifest.entries
         if {(each.component, each.path, each.files) for each in planned} <= known:
             return {"written": 0, "entries": len(kept)}
-        written = {(each.component, each.path, each.files) for each in pack.pack(roots, out, choice).manifest.entries}
+        keep = keep if _is_sound(out) else None
+        packed = pack.pack(roots, out, choice, keep=keep).manifest.entries
+        written = {(each.component, each.path, each.files) for each in packed}
         return {"written": len(written - known), "entries": len(written)}
+
+
+def _is_sound(archive: Path) -> bool:
+    from fer.kernels import unpack
+
+    try:
+        unpack.verify(archive)
+    except FerError as error:
+        log.warning("an archive is replaced by what is in the caches: %s", error)
+        return False
+    return True
+
+
+def _tidy(out: Path) -> None:
+    """What killed writers of this archive left; the lock says that none is at work."""
+    for left in out.parent.glob(f".{out.name}.*"):
+        with contextlib.suppress(OSError):
+            left.unlink()
 
 
 def fresh(name: str, root: Path, since: float) -> set[str]:
