@@ -65,7 +65,7 @@ class Terms:
         code: what to do with code of the host: refuse the archive, skip such entries, or take them as trusted.
         here: facts to compare with, or what finds them out for a manifest; None: no comparison.
         trial: loads a kernel that was compiled for a newer driver; None: such kernels are skipped.
-        glance: trust the folders that are there, as a start does, whose lookups verify each anyway.
+        glance: look only whether the files of kernels are there, as a start does, whose lookups verify each anyway.
         dry_run: say what would be done.
     """
 
@@ -156,8 +156,7 @@ def _sort_out(
         if why := _why_skip(manifest, each, roots, terms.code, here):
             outcome.skipped[each.path] = why
             continue
-        folder = os.path.join(roots[each.component], each.path)
-        if os.path.isdir(folder) and (terms.glance or _is_sound(roots[each.component], each)):
+        if (_is_there if terms.glance else _is_sound)(roots[each.component], each):
             outcome.kept.append(each.path)
         else:
             wanted.append(each)
@@ -204,8 +203,25 @@ def _other_facts(each: Entry, root: Path) -> str:
     )
 
 
+def _is_there(root: Path, each: Entry) -> bool:
+    """Whether a lookup finds an entry to verify: Triton makes a folder before it compiles, and may be killed then."""
+    if each.component != "triton":
+        return _is_sound(root, each)  # nobody verifies these later
+    folder = os.path.join(root, each.path)
+    if not os.path.isdir(folder):
+        return False
+    grouped = {name for names in each.groups.values() for name in names}
+    names = [entry.GROUP + metadata for metadata in each.groups]
+    return all(
+        os.path.isfile(os.path.join(folder, name))
+        for name in [*names, *(file.name for file in each.files if file.name not in grouped)]
+    )
+
+
 def _is_sound(root: Path, each: Entry) -> bool:
     """Whether a cache holds an entry of this key that a lookup would take, from wherever it came."""
+    if not os.path.isdir(os.path.join(root, each.path)):
+        return False
     component = REGISTRY[each.component]
     if component.mutable:
         return any(True for _ in component.complete(root, lambda path: path == each.path))
@@ -348,6 +364,7 @@ class _Staging:
         if each.component not in self._folders:
             root = self._roots[each.component]
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            tidy(root)
             folder = root / f"{STAGE}{os.getpid()}.{secrets.token_hex(4)}"
             folder.mkdir(mode=0o700)
             self._folders[each.component] = folder

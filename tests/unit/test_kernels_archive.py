@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fer.kernels import container, entry, pack, unpack
+from fer.kernels import container, entry, pack, store, unpack
 from fer.kernels.unpack import Terms
 from tests.support import kernel_entries as made
 from tests.support.processes import ROOT, WAIT_S
@@ -201,3 +202,35 @@ print(unpack.unpack(Path(sys.argv[1]), {"triton": Path(sys.argv[2])}).usable)
     assert answers == ["3"] * 8
     assert made.content(target) == made.content(cache)
     assert not list(target.glob(".*"))
+
+
+@pytest.mark.parametrize("glance", [False, True])
+def test_a_folder_in_which_a_compilation_was_killed_gets_its_kernel(tmp_path: Path, glance: bool) -> None:
+    """Triton makes the folder at the lookup; the quarantine takes a damaged entry's lists away."""
+    made.make(tmp_path / "cache", "add")
+    made.make(tmp_path / "cache", "scale")
+    made.library(tmp_path / "cache")
+    pack.pack({"triton": tmp_path / "cache"}, tmp_path / "a")
+    target = tmp_path / "target"
+    shutil.copytree(tmp_path / "cache", target)
+    (target / made.key_of("add90") / "__grp__add.json").unlink()
+    helper = made.library(tmp_path / "cache2").parent.name
+    shutil.rmtree(target / helper)
+    (target / helper).mkdir()
+    terms = unpack.Terms(code="take", glance=glance)
+    outcome = unpack.unpack(tmp_path / "a", {"triton": target}, terms)
+    assert outcome.kept == [made.key_of("scale90")]
+    assert sorted([*outcome.restored, *outcome.healed]) == sorted([made.key_of("add90"), helper])
+    assert not store.damage(target)
+    assert len(unpack.unpack(tmp_path / "a", {"triton": target}, terms).kept) == 3
+
+
+def test_an_unpacker_tidies_after_killed_ones(tmp_path: Path) -> None:
+    made.make(tmp_path / "cache", "add")
+    pack.pack({"triton": tmp_path / "cache"}, tmp_path / "a")
+    old, young = (tmp_path / "target" / f"{unpack.STAGE}{number}.x" for number in (1, 2))
+    for folder in (old, young):
+        (folder / "half").mkdir(parents=True)
+    os.utime(old, (1_000_000_000, 1_000_000_000))
+    unpack.unpack(tmp_path / "a", {"triton": tmp_path / "target"})
+    assert (old.exists(), young.exists()) == (False, True)
