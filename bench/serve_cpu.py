@@ -99,10 +99,11 @@ class Service:
         text += piece + "".join(more for _, more in stream)
         if text != undisturbed:
             raise RuntimeError(f"another answer: {text!r} in place of {undisturbed!r}")
-        return _split(self.status(), killed, came)
+        return split(self.status(), killed, came)
 
 
-def _split(status: dict[str, Any], killed: float, came: float) -> dict[str, float]:
+def split(status: dict[str, Any], killed: float, came: float) -> dict[str, float]:
+    """Seconds of each part of an outage, one after another, and of the whole."""
     outage = status["last_outage"]
     seen = outage["died_ns"] / 1e9
     parts = {"detection": seen - killed}

@@ -185,7 +185,7 @@ def run(
     console = err() if as_json else out()
     if model is None:
         with console.status("writing the demonstration model (once)"):
-            model = _demonstration_model(home)
+            model = demonstration_model(home)
         console.print("Model: SmolLM2-135M-Instruct")
     else:
         console.print(f"Model: {escape(str(model))}")
@@ -247,8 +247,8 @@ def _check(starts: list[EngineStart]) -> None:
             )
 
 
-def _demonstration_model(home: Path) -> Path:
-    """Written in a process of its own: this one stays light, and may be interrupted at any moment."""
+def demonstration_model(home: Path) -> Path:
+    """SmolLM2-135M, written in a process of its own: this one stays light, and may be interrupted at any moment."""
     program = """if True:
         import json, sys
         from pathlib import Path

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fer import __version__
-from fer.cli import demo, doctor, graphs, keeper, kernels, launcher, run, serve, weights
+from fer.cli import demo, doctor, graphs, keeper, kernels, launcher, run, serve, switch, weights
 from fer.cli.exit_codes import TABLE
 from fer.cli.output import StdoutLost, print_error, watch_stdout
 from fer.errors import FerError, UsageError
@@ -35,6 +35,7 @@ app.command("explain")(weights.explain)
 app.command("verify")(weights.verify)
 app.command("evict")(weights.evict)
 app.command("serve")(serve.serve)
+app.command("switch")(switch.switch)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.add_typer(launcher.app, name="launcher")
 app.command("doctor")(doctor.doctor)

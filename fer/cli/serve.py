@@ -53,7 +53,7 @@ def serve(
     """
     with guarded():
         options = settings(log="info", runtime_dir=runtime_dir)
-        _need("starlette", "uvicorn", "prometheus_client")
+        need("starlette", "uvicorn", "prometheus_client")
         from fer.standby.router import RouterLimits
         from fer.standby.service import Settings
         from fer.standby.service import serve as run
@@ -89,7 +89,8 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise OptionError(f"--batch-sizes {text!r} cannot be", fix="Give numbers such as 1,2,4") from None
 
 
-def _need(*packages: str) -> None:
+def need(*packages: str) -> None:
+    """Raise UsageError where the extra that brings these packages is not installed."""
     import importlib.util
 
     from fer.errors import UsageError

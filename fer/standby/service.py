@@ -25,6 +25,7 @@ from starlette.routing import BaseRoute, Route
 from fer import paths
 from fer.errors import CheckpointError, OptionError, RequestError
 from fer.memory import fdpass
+from fer.standby.admin import ADMIN
 from fer.standby.front import BODY_LIMIT, Front, application, failure
 from fer.standby.metrics import CONTENT_TYPE, Metrics
 from fer.standby.process import Command, Spawn, through
@@ -37,7 +38,6 @@ from fer.weights.keeper.sockets import choose_dir
 log = logging.getLogger("fer.standby")
 
 BACKLOG = 1024
-ADMIN = "admin.sock"
 
 
 @dataclass(frozen=True, kw_only=True)

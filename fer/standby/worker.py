@@ -141,8 +141,22 @@ def load(arguments: argparse.Namespace, *, parked: bool) -> tuple[Model, Recover
     )
     engine.import_code()
     gc.freeze()  # modules live as long as the process: the collector need not visit them again
-    recovered = recover_for_duty(engine, parked=parked)
+    with _few_threads() if parked else contextlib.nullcontext():
+        recovered = recover_for_duty(engine, parked=parked)
     return TransformersModel(engine), recovered
+
+
+@contextlib.contextmanager
+def _few_threads() -> Iterator[None]:
+    """While an engine that is to stand by warms up, another one answers: it needs the processors more."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def connect() -> KeeperClient:

@@ -13,12 +13,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import select
 import socket
 import stat
+import time
 
 from fer.memory.fd import Fd
 
 _BACKLOG = 64
+_AGAIN_S = 0.01
 
 
 def name_of(service: str) -> bytes:
@@ -48,6 +51,24 @@ def wait_for(service: str) -> Fd | None:
         except OSError:
             return None
         return Fd(sock.detach())
+
+
+def make_within(service: str, wait_s: float) -> Fd | None:
+    """The lock, after waiting for whoever has it; None where that takes longer. Raises OSError as :func:`make` does."""
+    deadline = time.monotonic() + wait_s
+    while (lock := make(service)) is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        end = wait_for(service)
+        if end is None:
+            time.sleep(min(_AGAIN_S, left))
+            continue
+        with end:
+            poll = select.poll()
+            poll.register(end.fileno(), select.POLLRDHUP)
+            poll.poll(left * 1000)
+    return lock
 
 
 def fits(fd: Fd, service: str) -> bool:

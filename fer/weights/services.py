@@ -142,7 +142,7 @@ def hold(
     try:
         client = connect()
     except KeeperError as error:
-        lock = locks.make(service)
+        lock = locks.make_within(service, wait_s)
         if lock is None:
             raise _held(service, "its lock is taken, and there is no keeper to ask who has it") from error
         log.warning(

@@ -208,8 +208,12 @@ def test_a_second_keeper_in_a_place_whose_paths_were_deleted_grants_nothing(keep
 def test_without_a_keeper_the_lock_alone_keeps_others_out(runtime_dir: Path, children: Children) -> None:
     first = Holder(children, runtime_dir, "first")
     assert first.says("holds by lock")
-    second = Holder(children, runtime_dir, "second")
+    second = Holder(children, runtime_dir, "second", wait_s=0.2)
     assert second.child.wait(WAIT_S) == 1
+    patient = Holder(children, runtime_dir, "patient")
+    children.kill(first.child)
+    assert patient.says("holds by lock")
+    first = patient
     keeper = Keeper(children, runtime_dir)
     third = Holder(children, runtime_dir, "third")
     waits(keeper, "third")

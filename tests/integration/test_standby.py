@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,6 +220,17 @@ def test_a_planned_switch_under_load_fails_no_request(start: Start, keeper: Keep
     assert found == {prompt: expected(prompt, 30) for prompt in found} and len(found) > 3
     status = service.status()
     assert status["switches"] == 3 and status["restarts"] == 0 and status["requests"]["resumed"] == 0
+    nothing_is_left(service, keeper)
+
+
+def test_the_command_switches(start: Start, keeper: Keeper) -> None:
+    service = start()
+    before = service.status()["active"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fer", "switch", "--json"], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["active"] == both(service)["active"] != before
     nothing_is_left(service, keeper)
 
 

@@ -1,0 +1,156 @@
+"""SIGKILL of the serving engine to the next token at the client, SmolLM2-135M on the host: hot standby and what is
+without it; then many deaths one after another, with a look at everything that could have been left behind.
+
+Each run kills the engine in the middle of a streamed answer and compares the whole text with the undisturbed one. Rows:
+the plain start (``FER_MODE=off``, no launcher), a restart by the launcher, and a parked standby that is promoted. The
+split is the service's own account of the outage; its parts follow each other, fence is part of claim.
+
+python -m bench.standby_cpu [--runs 20] [--cycles 20] [--rows plain launcher standby]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from bench.harness import Results, spread
+from bench.serve_cpu import ROWS, WARM, Service, launcher, service, split
+
+
+def killed(served: Service, engines: int, undisturbed: str) -> dict[str, float]:
+    """One death in the middle of an answer: seconds of each part, and of the whole."""
+    pid = served.quiet(engines)["pid"]
+    stream = served.pieces()
+    text = "".join(next(stream)[1] for _ in range(WARM))
+    at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    came, piece = next(stream)
+    while came < at:  # was under way when we killed
+        text += piece
+        came, piece = next(stream)
+    text += piece + "".join(more for _, more in stream)
+    if text != undisturbed:
+        raise RuntimeError(f"another answer: {text!r} in place of {undisturbed!r}")
+    status = served.status()
+    outage = status["last_outage"]
+    if outage["path"] != "standby":
+        return split(status, at, came)
+    seen, promotion = outage["died_ns"] / 1e9, dict(outage["promotion"])
+    fence = promotion.pop("fence")
+    parts = {"detection": seen - at, "fence": fence, "claim": promotion.pop("claim") - fence, **promotion}
+    parts["routing"] = outage["active"] - fence - sum(parts[name] for name in ("claim", "backing", "self_test"))
+    parts["first token"] = came - seen - outage["active"]
+    return {"whole": came - at, **parts}
+
+
+def row(results: Results, name: str, model: Path, runs: int) -> float:
+    arguments, environment = ROWS[name]
+    engines = 2 if name == "standby" else 1
+    with service(model, arguments, environment) as served:
+        served.quiet(engines)
+        undisturbed = "".join(piece for _, piece in served.pieces())
+        found = [killed(served, engines, undisturbed) for _ in range(runs)]
+    results.add(f"{name}: SIGKILL to next token at the client (ms)", spread([run["whole"] for run in found]))
+    results.add(f"{name}: every run (ms)", [round(run["whole"] * 1e3, 1) for run in found])
+    parts = {part: [run.get(part, 0.0) for run in found] for run in found for part in run if part != "whole"}
+    medians = {part: round(statistics.median(values) * 1e3, 1) for part, values in parts.items()}
+    results.add(f"{name}: median of each part (ms)", medians)
+    results.add(f"{name}: load average afterwards", round(os.getloadavg()[0], 2))
+    return statistics.median(run["whole"] for run in found)
+
+
+def cycles(results: Results, model: Path, count: int, directory: Path) -> None:
+    """Deaths one after another; raises where an answer differs or something is left."""
+    with service(model, *ROWS["standby"]) as served:
+        served.quiet(2)
+        undisturbed = "".join(piece for _, piece in served.pieces())
+        killed(served, 2, undisturbed)  # the first one finds its place
+        served.quiet(2)
+        before = kept(served, directory)
+        worst = max(killed(served, 2, undisturbed)["whole"] for _ in range(count))
+        served.quiet(2)
+        deadline = time.monotonic() + 10.0
+        while (after := kept(served, directory)) != before and time.monotonic() < deadline:
+            time.sleep(0.2)
+    grown = {name: (before[name], after[name]) for name in before if after[name] > before[name]}
+    if grown:
+        raise RuntimeError(f"left behind after {count} deaths: {grown}")
+    results.add(f"{count} deaths in a row: answers compared, all equal", count)
+    results.add(f"{count} deaths in a row: worst (ms)", round(worst * 1e3, 1))
+    results.add("held before and after", {name: [before[name], after[name]] for name in before})
+
+
+def kept(served: Service, directory: Path) -> dict[str, int]:
+    """What could leak: of the service and the keeper, by count."""
+    from fer.weights.client import KeeperClient
+
+    with KeeperClient.connect(directory) as client:
+        keeper = client.status()
+    pid = served.status()["supervisor"]
+    return {
+        "descriptors of the service": len(os.listdir(f"/proc/{pid}/fd")),
+        "descriptors of the keeper": len(os.listdir(f"/proc/{keeper.pid}/fd")),
+        "editions": len(keeper.editions),
+        "processes": sum(_belongs(entry, directory) for entry in Path("/proc").iterdir() if entry.name.isdigit()),
+        "shared memory": len(os.listdir("/dev/shm")),
+        "files and sockets": sum(1 for _ in directory.rglob("*")),
+    }
+
+
+def _belongs(entry: Path, directory: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return f"FER_RUNTIME_DIR={directory}".encode() in (entry / "environ").read_bytes().split(b"\0")
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--slow-runs", type=int, default=5, help="of rows whose starts take seconds")
+    parser.add_argument("--cycles", type=int, default=20)
+    names = ("plain", "launcher", "standby")
+    parser.add_argument("--rows", nargs="*", choices=names, default=[*names])
+    arguments = parser.parse_args()
+
+    from fer import paths
+    from fer.engines.demo_model import smollm2
+    from fer.errors import FerError
+    from fer.weights.client import KeeperClient
+
+    model = smollm2(paths.home())
+    results = Results("standby_cpu")
+    results.add("load average at the beginning", [round(value, 2) for value in os.getloadavg()])
+    results.add("caches", "page cache warm, byte-compiled packages; nothing is compiled")
+    directory = Path(tempfile.mkdtemp(prefix="fer-bench-"))
+    os.environ["FER_RUNTIME_DIR"] = str(directory)
+    medians: dict[str, float] = {}
+    try:
+        with contextlib.ExitStack() as beside:
+            if "plain" in arguments.rows:
+                medians["plain"] = row(results, "plain", model, arguments.slow_runs)
+            beside.enter_context(launcher(model))
+            if "launcher" in arguments.rows:
+                medians["launcher"] = row(results, "launcher", model, arguments.slow_runs)
+            if "standby" in arguments.rows:
+                medians["standby"] = row(results, "standby", model, arguments.runs)
+            if arguments.cycles:
+                cycles(results, model, arguments.cycles, directory)
+    finally:
+        with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
+            client.stop(force=True)
+        shutil.rmtree(directory, ignore_errors=True)
+    if "plain" in medians:
+        faster = {name: f"{medians['plain'] / value:.1f} times" for name, value in medians.items() if name != "plain"}
+        results.add("faster than the plain start, medians", faster)
+    results.save()
+
+
+if __name__ == "__main__":
+    main()
