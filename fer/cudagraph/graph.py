@@ -42,7 +42,7 @@ class Graph:
             self.executable = 0
 
     def pool(self) -> Any:
-        """The id of the pool its outputs lie in, as torch's graphs answer it."""
+        """Names the pool its outputs lie in. Not one that torch knows: captures into it would write over graphs."""
         return self.pool_id
 
     def _stream(self) -> int:

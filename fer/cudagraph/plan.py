@@ -175,6 +175,8 @@ def _switches() -> Mapping[str, object]:
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "reduced": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "reduced_fp16": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "cudnn": [torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic],
         "sdpa": [
             torch.backends.cuda.flash_sdp_enabled(),
             torch.backends.cuda.mem_efficient_sdp_enabled(),

@@ -182,7 +182,7 @@ def run(request: Request) -> dict[str, Any]:
         restorer.run()
     failed, starved = restorer.progress.failed, sorted(restorer.progress.passing)
     if starved:
-        raise OutOfMemory("the proof lacks memory", why=f"{starved[0]}: {failed[starved[0]]}")
+        raise FerError("not every graph can be restored here", why=f"{starved[0]}: {failed[starved[0]]}")
     wrong = {name: failed.get(name, "it was not restored") for name in order if name not in ready}
     golden = archive.facts["golden"][request.checkpoint]
     begin = time.perf_counter()

@@ -194,9 +194,13 @@ class Restorer:
         self._begin = time.perf_counter()
 
     def start(self) -> None:
-        """Begin in the background."""
+        """Begin in the background. Raises RuntimeError: the system gives no thread."""
         self._thread = threading.Thread(target=self.run, name="fer-graphs", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._ended = True  # nobody shall wait for it
+            raise
 
     def cancel(self) -> None:
         """Stop after the graph at hand."""
@@ -238,11 +242,15 @@ class Restorer:
         _quietly(call)
 
     def run(self) -> None:
-        """Restore all graphs, one after another; a failure concerns its graph alone."""
+        """Restore all graphs, one after another; a failure concerns its graph alone, or all that were still to come."""
         self._begin = time.perf_counter()
         try:
             with self._in_context(), ThreadPoolExecutor(1, thread_name_prefix="fer-graphs-exec") as finisher:
                 self._run(finisher)
+        except Exception as error:  # not of one graph: no context, no thread
+            for name in self._order:
+                if name not in self.progress.ready:
+                    self._failed(name, error, passing=True)
         finally:
             if self._stream:
                 self._cuda.stream_destroy(self._stream)
@@ -330,7 +338,7 @@ class Restorer:
 
     @contextmanager
     def _in_context(self) -> Iterator[None]:
-        self._cuda.push_context(self._context)
+        self._cuda.call("push_context", self._context)
         try:
             yield
         finally:

@@ -83,8 +83,7 @@ class NamedRange:
     def place(self) -> Iterator[None]:
         """Torch's allocations of this thread on this device come from the range.
 
-        Raises:
-            MappingError: afterwards, where torch allocated elsewhere.
+        Where its mapped memory is used up, torch raises its own error for lack of memory.
         """
         import torch
 

@@ -281,6 +281,30 @@ def test_what_follows_a_restore_and_fails_is_logged(tmp_path: Path, caplog: pyte
     assert caplog.text.count("ZeroDivisionError: a bug") == 2
 
 
+@pytest.mark.parametrize("call", ["cuCtxPushCurrent_v2", "start"])
+def test_a_restore_that_cannot_begin_is_waited_for_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    fake = FakeDriver()
+    restorer = Restorer(prepared(fake, tmp_path), fake.cuda, lambda *_: None, order=["decode/4"], context=1)
+    if call == "start":
+
+        def none_left(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(RuntimeError):
+            restorer.start()
+    else:
+        fake.refuse[call] = 201
+        restorer.start()
+    assert restorer.wait(60)
+    if call != "start":
+        assert call in restorer.progress.failed["decode/4"]
+        assert restorer.progress.passing == {"decode/4"}
+    assert restorer.abandon()
+
+
 def test_a_graph_that_is_not_there_fails_alone(tmp_path: Path) -> None:
     fake, graphs = FakeDriver(), {}
     restorer = Restorer(
