@@ -347,6 +347,8 @@ def warm(
 
         def text(console: Console) -> None:
             console.print(f"Prepared {count(len(done.ready), 'kernel')} in {done.seconds:.3f} s")
+            if not wanted:
+                console.print("  no kernel of it was recorded at a call: a start under FER records them")
             for name, why in done.failed.items():
                 console.print(f"  not {escape(name)}: {escape(why)}")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -26,6 +27,7 @@ from fer.kernels import gpus, parts, tritonkey
 from fer.kernels.manifest import Entry, Manifest
 
 UNKNOWN: Final = "(unknown)"
+log = logging.getLogger("fer")
 _RELEASE: Final = re.compile(r"release (\d+)\.(\d+)")
 
 
@@ -61,13 +63,18 @@ def live(*, ask_triton: bool, host: bool = True, home: Path | None = None) -> Li
     """
     seen = gpus.look()
     target: dict[str, Any] = {}
+    compilers: dict[int, str] = {}
     version = _version("triton")
     if version:
         target["version"] = version
-        target |= _asked() if ask_triton else _remembered(home)
+        try:
+            target |= _asked() if ask_triton else _remembered(home)
+            compilers = _compilers(seen.archs if seen else ()) if ask_triton else {}
+        except ImportError as error:  # installed, and made for another system: the rest of it is unknown
+            log.warning("Triton %s cannot be imported, so that only its version is compared: %s", version, error)
     return Live(
         target=target,
-        compilers=_compilers(seen.archs if seen else ()) if ask_triton and version else {},
+        compilers=compilers,
         archs=seen.archs if seen and seen.archs else None,
         host=host_facts() if host else {},
         soft=soft_facts(seen),

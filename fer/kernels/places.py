@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,11 +30,16 @@ VARIABLE: Final = "TRITON_CACHE_DIR"
 
 @dataclass(frozen=True)
 class Place:
-    """A folder for the cache, and why the ones before it were not taken."""
+    """A folder for the cache, and why the ones before it were not taken.
+
+    Attributes:
+        open_to: who else can put kernels there, ``""`` where nobody can.
+    """
 
     path: Path
     chosen_by: str
     refused: Mapping[str, str] = field(default_factory=dict)
+    open_to: str = ""
 
 
 def choose(environ: Mapping[str, str], *, home: Path | None = None, look: Callable[[Path], str] | None = None) -> Place:
@@ -57,7 +63,7 @@ def choose(environ: Mapping[str, str], *, home: Path | None = None, look: Callab
         if why := look(path):
             refused[str(path)] = f"{why} ({name})"
             continue
-        return Place(path, name, refused)
+        return Place(path, name, refused, open_to(path))
     raise FerError(
         "there is no folder for compiled kernels",
         why="; ".join(f"{path}: {why}" for path, why in refused.items()),
@@ -99,6 +105,21 @@ def trouble(path: Path) -> str:
         os.close(handle)
         with contextlib.suppress(OSError):
             probe.unlink()
+
+
+def open_to(path: Path) -> str:
+    """Who beside this user and root can write to a folder, ``""`` for nobody.
+
+    Named and not refused: volumes of containers are often open to all, and what a user chose is theirs to choose. A
+    group may be one's own, and is on systems that give every container another user id.
+    """
+    try:
+        facts = path.stat()
+    except OSError:
+        return ""
+    if facts.st_uid not in (0, os.getuid()):
+        return f"user {facts.st_uid}"
+    return "everybody" if facts.st_mode & stat.S_IWOTH else ""
 
 
 def network(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:

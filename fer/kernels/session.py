@@ -68,6 +68,10 @@ class Session:
             for path, why in place.refused.items():
                 self._why.append(f"{path} is not used: {why}")
                 log.warning("compiled kernels go to %s, not to %s: %s", place.path, path, why)
+            if place.open_to:
+                why = f"{place.open_to} can write to {place.path}, and so choose what this start runs"
+                self._why.append(why)
+                log.warning("%s; set %s to a folder of your own", why, places.VARIABLE)
             # For children, and for torch's compiler, which would choose a folder of its own.
             os.environ[places.VARIABLE] = str(place.path)
             self._manager = hooks.install(home=self._home).manager

@@ -217,6 +217,26 @@ def test_a_killed_writer_leaves_the_archive_as_it_was(start: Start, tmp_path: Pa
     assert len(unpack.verify(archive).entries) >= 2
 
 
+def test_a_cache_that_others_can_write_to_is_told(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    answer = start()
+    assert "everybody can write to" in answer["why"]
+    assert answer["cache"] == str(tmp_path / "cache")
+
+
+def test_a_disk_that_is_full_costs_no_archive(start: Start, tmp_path: Path) -> None:
+    """The archive is sound; it is the cache that takes nothing."""
+    start(blocks=[128])
+    (archive,) = store.archives()
+    (key,) = (each.path for each in unpack.peek(archive)[0].entries)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / key).symlink_to(tmp_path / "nowhere" / "at" / "all")
+    answer = start("elsewhere", blocks=[256])
+    assert "cannot be unpacked" in answer["why"]
+    assert len(unpack.verify(archive).entries) == 2
+
+
 def test_a_closed_home_stops_nothing(start: Start, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     answer = start(blocks=[128], environ={"FER_HOME": str(tmp_path / "file")})

@@ -166,3 +166,19 @@ def test_a_toolkit_is_one_however_it_is_spelled(tmp_path: Path) -> None:
     spelled = [compat.toolkit({"CUDA_HOME": str(path)}) for path in (real, tmp_path / "cuda", tmp_path / "cuda" / ".")]
     assert spelled == [{"home": str(real), "nvcc": "release 13.0"}] * 3
     assert compat.toolkit({"CUDA_HOME": str(tmp_path / "none")}) == {"home": "", "nvcc": ""}
+
+
+def test_a_triton_that_cannot_be_imported_leaves_its_version_to_compare(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that was installed for another C library."""
+
+    def asked() -> dict[str, Any]:
+        raise ImportError("libtriton.so: version `GLIBC_2.99' not found")
+
+    monkeypatch.setattr(compat, "_asked", asked)
+    monkeypatch.setattr(compat, "_version", lambda name: "3.9.0")
+    found = compat.live(ask_triton=True, host=False, home=tmp_path)
+    assert (found.target, found.compilers) == ({"version": "3.9.0"}, {})
+    assert "GLIBC_2.99" in caplog.text
+    assert len(unpack.unpack(archive, places(tmp_path / "target"), Terms(here=found)).restored) == 3

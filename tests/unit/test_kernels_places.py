@@ -108,3 +108,22 @@ def test_no_compiler_and_no_helper_is_told(tmp_path: Path) -> None:
 def test_a_helper_of_another_python_is_none(tmp_path: Path) -> None:
     made.library(tmp_path, "cuda_utils.cpython-27-x86_64-linux-gnu.so")
     assert "no C compiler" in places.lacks_compiler({"PATH": ""}, tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "who"), [(0o777, "everybody"), (0o1777, "everybody"), (0o775, ""), (0o700, "")])
+def test_a_folder_that_others_can_write_to_is_named_and_taken(tmp_path: Path, mode: int, who: str) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(mode)
+    place = places.choose({"TRITON_CACHE_DIR": str(cache)}, home=tmp_path / "fer")
+    assert (place.path, place.open_to, place.refused) == (cache, who, {})
+
+
+def test_another_users_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = tmp_path.stat().st_uid
+    if owner == 0:
+        os.chown(tmp_path, 12345, -1)
+        assert places.open_to(tmp_path) == "user 12345"
+    else:
+        monkeypatch.setattr(places.os, "getuid", lambda: owner + 1)
+        assert places.open_to(tmp_path) == f"user {owner}"
