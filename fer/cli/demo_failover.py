@@ -123,7 +123,7 @@ def run(model: Path, *, home: Path, device: str, html: Path | None, as_json: boo
 
     Raises:
         IntegrityError: an answer that was cut off came out otherwise than the undisturbed one.
-        FerError: a service did not start.
+        FerError: a service did not start, or the model's answer is too short to be cut off.
     """
     console = err() if as_json else out()
     console.print(f"Model: {escape(str(model))}\nAsked: {PROMPT}\n")
@@ -184,7 +184,10 @@ def _play(way: Way, model: Path, device: str, variables: dict[str, str], console
 def _kill(way: Way, client: Client, pid: int) -> Seen:
     """One answer, with a death in the middle."""
     stream = client.stream()
-    pieces = [next(stream) for _ in range(BEFORE)]
+    pieces = list(itertools.islice(stream, BEFORE))
+    if len(pieces) < BEFORE:
+        why = f"it came in {len(pieces)} pieces, and the engine is killed after {BEFORE}"
+        raise FerError("the model's answer is too short for this demo", why=why, fix="Give another --model")
     killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     pieces += stream

@@ -23,7 +23,11 @@ def serve(
         str, typer.Option("--batch-sizes", help="Answers decoded at once, such as 1,2,4; by default one.")
     ] = "",
     standbys: Annotated[
-        int, typer.Option("--standbys", help="Further engines that wait, each with memory for its own answers.")
+        int,
+        typer.Option(
+            "--standbys",
+            help="Further engines that stand by, without memory for answers.",
+        ),
     ] = 0,
     resume: Annotated[
         str,

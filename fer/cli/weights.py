@@ -84,6 +84,9 @@ def _print_status(console: Console, found: Any) -> None:
         )
     if found.editions:
         console.print(rows)
+    for service in found.services:
+        pids = ", ".join(str(process.pid) for process in service.processes)
+        console.print(f"{escape(service.service)}: answered for by {pids}")
 
 
 def explain(
