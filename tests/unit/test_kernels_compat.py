@@ -182,3 +182,10 @@ def test_a_triton_that_cannot_be_imported_leaves_its_version_to_compare(
     assert (found.target, found.compilers) == ({"version": "3.9.0"}, {})
     assert "GLIBC_2.99" in caplog.text
     assert len(unpack.unpack(archive, places(tmp_path / "target"), Terms(here=found)).restored) == 3
+
+
+def test_code_of_the_host_meets_no_unknown_fact() -> None:
+    known = {"machine": "x86_64", "packages": "/usr/lib"}
+    assert compat.host_changes(known, known) == []
+    assert compat.host_changes({**known, "machine": compat.UNKNOWN}, {**known, "machine": compat.UNKNOWN})
+    assert compat.host_changes({**known, "extension": "a"}, known) == ["extension: a -> (unknown)"]

@@ -234,6 +234,36 @@ def test_a_size_below_zero_is_refused_by_the_header(tmp_path: Path, size: int) -
 # -- damaged archives
 
 
+def test_other_bytes_under_a_digest_are_noticed(archive: Path, tmp_path: Path) -> None:
+    """Whole for zstd and for tar: as written by a program whose memory failed."""
+    members = made.members(archive)
+    info, data = members[2]
+    other = bytes([data[0] ^ 1]) + data[1:]
+    made.rebuild(archive, [*members[:2], (info, other), *members[3:]])
+    with pytest.raises(ArchiveError, match="checksum does not match"):
+        unpack.verify(archive)
+    with pytest.raises(ArchiveError, match="checksum does not match"):
+        unpack.unpack(archive, places(tmp_path / "target"))
+
+
+def test_a_manifest_that_its_digest_does_not_fit_is_noticed(archive: Path) -> None:
+    members = made.members(archive)
+    made.rebuild(archive, [members[0], (members[1][0], b"0" * 64), *members[2:]])
+    with pytest.raises(ArchiveError, match="checksum does not match"):
+        unpack.peek(archive)
+
+
+@pytest.mark.parametrize("where", ["padding", "header"])
+def test_a_tar_that_fer_would_have_written_otherwise_is_noticed(archive: Path, where: str) -> None:
+    raw = bytearray(zstandard.ZstdDecompressor().stream_reader(io.BytesIO(archive.read_bytes())).read())
+    size = len(made.members(archive)[0][1])
+    assert size % 512
+    raw[512 + size if where == "padding" else 148] ^= 1
+    archive.write_bytes(zstandard.ZstdCompressor().compress(bytes(raw)))
+    with pytest.raises(ArchiveError, match="padding is not empty" if where == "padding" else "header"):
+        unpack.peek(archive)
+
+
 def test_a_kernel_under_another_kernels_key_is_noticed(archive: Path, tmp_path: Path) -> None:
     """Every digest fits; a lookup would have been given the wrong binary."""
     original = archive.read_bytes()

@@ -92,6 +92,13 @@ def test_a_damaged_memo_is_no_key(package: Path) -> None:
     assert tritonkey.memoised(package, asked) == "key 2"
 
 
+def test_a_memo_that_others_could_have_written_is_no_key(package: Path) -> None:
+    asked = Asked()
+    tritonkey.memoised(package, asked)
+    tritonkey.path_for(package).parent.chmod(0o777)
+    assert tritonkey.memoised(package, asked) == "key 2"
+
+
 def test_files_that_just_changed_are_hashed_again(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonkey, "_SETTLED_NS", 2 * 10**9)
     asked = Asked()
@@ -105,6 +112,7 @@ def test_a_change_while_it_is_computed_is_not_remembered(package: Path) -> None:
 
     asked = Asked()
     assert tritonkey.memoised(package, compute) == "half old, half new"
+    assert not tritonkey.path_for(package).exists()
     assert tritonkey.memoised(package, asked) == "key 1"
 
 

@@ -140,6 +140,12 @@ def folder_for_binary(folder: Path) -> None:
     (folder / "add.ptx").mkdir()
 
 
+def sidecar_without_the_binary(folder: Path) -> None:
+    sidecar = json.loads((folder / (entry.SIDECAR + NAME)).read_bytes())
+    del sidecar["files"]["add.cubin"]
+    (folder / (entry.SIDECAR + NAME)).write_text(json.dumps(sidecar))
+
+
 def break_sidecar(folder: Path) -> None:
     (folder / (entry.SIDECAR + NAME)).write_text("{")
 
@@ -151,6 +157,7 @@ def other_schema(folder: Path) -> None:
 DAMAGES: list[Callable[[Path], None]] = [
     *(empty, truncate, flip, empty_metadata, empty_list, foreign_list, list_of_nothing),
     *(delete_binary, delete_ir, delete_metadata, link_binary, break_sidecar, other_schema),
+    sidecar_without_the_binary,
 ]
 
 
