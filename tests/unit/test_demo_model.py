@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fer.cli.demo_run import _demonstration_model
+from fer.cli.demo_run import demonstration_model
 from fer.engines import demo_model
 from fer.errors import FerError, ResourceError, UsageError
 
@@ -46,4 +46,4 @@ def test_a_folder_that_cannot_be_written_is_named(
 def test_the_command_passes_the_error_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="--home"):
-        _demonstration_model(tmp_path / "file")
+        demonstration_model(tmp_path / "file")
