@@ -40,14 +40,15 @@ class Captured:
 @contextmanager
 def frozen() -> Iterator[None]:
     """No garbage collection, and nothing of what exists now is looked at again by one that torch asks for."""
-    enabled = gc.isenabled()
+    enabled, others = gc.isenabled(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not others:  # whoever had frozen objects before (a process that was forked) keeps them so
+            gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import struct
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from fer.cudagraph import images
 from fer.cudagraph import save as saving
 from fer.cudagraph.archive import Archive, Content
 from fer.cudagraph.audit import Owner
-from fer.cudagraph.capture import Captured, baseline
+from fer.cudagraph.capture import Captured, frozen, baseline
 from fer.cudagraph.cupti import Seen
 from fer.cudagraph.probe import PATTERN, fill_pattern, judge, replay_digest, text_of
 from fer.cudagraph.records import Tables
@@ -325,3 +326,18 @@ def test_a_baseline_is_never_the_time_of_a_capture_that_failed(monkeypatch: pyte
     monkeypatch.setattr("fer.cudagraph.capture.capture", lambda *_, **__: failed)
     with pytest.raises(RuntimeError, match="out of memory"):
         baseline(ToyGraphs())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_frozen_collector_is_left_as_it_was(before: bool) -> None:
+    gc.unfreeze()
+    if before:
+        gc.freeze()
+    try:
+        with frozen():
+            assert not gc.isenabled()
+            assert gc.get_freeze_count()
+        assert gc.isenabled()
+        assert bool(gc.get_freeze_count()) is before
+    finally:
+        gc.unfreeze()
