@@ -20,7 +20,7 @@ from fer.cudagraph import images
 from fer.cudagraph import save as saving
 from fer.cudagraph.archive import Archive, Content
 from fer.cudagraph.audit import Owner
-from fer.cudagraph.capture import Captured, frozen, baseline
+from fer.cudagraph.capture import Captured, baseline, frozen
 from fer.cudagraph.cupti import Seen
 from fer.cudagraph.probe import PATTERN, fill_pattern, judge, replay_digest, text_of
 from fer.cudagraph.records import Tables
