@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # or the binary names the folders it was compiled in
+
 from bench.graphs_model import norm
 from fer.engines.graphs import DecodeGraphs, Replayable
 
