@@ -49,7 +49,7 @@ def _chain(model: Any, size: int, replay: Any, outputs: Any, steps: int) -> str:
         return _sha(torch.stack(tokens), outputs["logits"])
 
 
-def _pace(replay: Any, count: int = 60) -> float:
+def pace(replay: Any, count: int = 60) -> float:
     """Milliseconds a replay, median of three."""
     import torch
 
@@ -266,7 +266,7 @@ def _beside(model: Any, graphs: Any) -> dict[str, Any]:
     for size in TIMED:
         pairs = []
         for _ in range(5):  # in turns: the machine's pace changes
-            pairs.append((_pace(graphs[f"decode/{size}"].replay), _pace(made.graphs[size].replay)))
+            pairs.append((pace(graphs[f"decode/{size}"].replay), pace(made.graphs[size].replay)))
         ratios = sorted(restored / native for restored, native in pairs)
         paces[str(size)] = {"ms": pairs, "restored_over_native": [round(each, 5) for each in ratios]}
     print("captures", json.dumps(found), "paces", json.dumps(paces), flush=True)

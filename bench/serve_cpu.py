@@ -85,8 +85,8 @@ class Service:
                     raise RuntimeError(found["error"]["message"])
                 yield time.monotonic(), found["choices"][0]["text"]
 
-    def kill(self, engines: int, undisturbed: str) -> dict[str, float]:
-        """One death in the middle of an answer: seconds of each part, and of the whole."""
+    def kill(self, engines: int, undisturbed: str) -> tuple[dict[str, Any], float, float]:
+        """One death in the middle of an answer: the status afterwards, when we killed, when the next token came."""
         pid = self.quiet(engines)["pid"]
         stream = self.pieces()
         text = "".join(next(stream)[1] for _ in range(WARM))
@@ -99,7 +99,7 @@ class Service:
         text += piece + "".join(more for _, more in stream)
         if text != undisturbed:
             raise RuntimeError(f"another answer: {text!r} in place of {undisturbed!r}")
-        return split(self.status(), killed, came)
+        return self.status(), killed, came
 
 
 def split(status: dict[str, Any], killed: float, came: float) -> dict[str, float]:
@@ -163,7 +163,7 @@ def _row(results: Results, name: str, model: Path, more: list[str], runs: int) -
     with service(model, [*arguments, *more], environment) as served:
         served.quiet(engines)
         undisturbed = "".join(piece for _, piece in served.pieces())
-        found = [served.kill(engines, undisturbed) for _ in range(runs)]
+        found = [split(*served.kill(engines, undisturbed)) for _ in range(runs)]
         how = served.status()["members"][0]["processes"][0]
     results.add(f"{name}: engine started by", f"{how['via']} ({how['why']})")
     results.add(f"{name}: SIGKILL to next token at the client (ms)", spread([run["whole"] for run in found]))

@@ -14,31 +14,18 @@ import argparse
 import contextlib
 import os
 import shutil
-import signal
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 from bench.harness import Results, spread
-from bench.serve_cpu import ROWS, WARM, Service, launcher, service, split
+from bench.serve_cpu import ROWS, Service, launcher, service, split
 
 
 def killed(served: Service, engines: int, undisturbed: str) -> dict[str, float]:
     """One death in the middle of an answer: seconds of each part, and of the whole."""
-    pid = served.quiet(engines)["pid"]
-    stream = served.pieces()
-    text = "".join(next(stream)[1] for _ in range(WARM))
-    at = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    came, piece = next(stream)
-    while came < at:  # was under way when we killed
-        text += piece
-        came, piece = next(stream)
-    text += piece + "".join(more for _, more in stream)
-    if text != undisturbed:
-        raise RuntimeError(f"another answer: {text!r} in place of {undisturbed!r}")
-    status = served.status()
+    status, at, came = served.kill(engines, undisturbed)
     outage = status["last_outage"]
     if outage["path"] != "standby":
         return split(status, at, came)

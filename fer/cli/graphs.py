@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fer.cli.exit_codes import INTEGRITY, MISS
+from fer.cli.exit_codes import INTEGRITY
 from fer.cli.flags import Home
-from fer.cli.output import JsonFlag, ago, count, emit, escape, guarded, size, table
+from fer.cli.output import JsonFlag, ago, count, emit, emit_differences, escape, guarded, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,16 +63,7 @@ def diff(left: Left, right: Right, json: JsonFlag = False) -> None:
 
         sides = [archive.read(path, binaries=False) for path in (left, right)]
         found = compare.compare(*sides)
-
-        def text(console: Console) -> None:
-            rows = table("what", "left", "right")
-            for each in found:
-                rows.add_row(escape(each.what), escape(each.left), escape(each.right))
-            console.print(rows if found else "They are equal.")
-
-        emit(json, {"differences": [vars(each) for each in found]}, text)
-        if found:
-            raise typer.Exit(MISS)
+        emit_differences(json, found)
 
 
 @app.command("prune")

@@ -12,7 +12,7 @@ import typer
 
 from fer.cli.exit_codes import INTEGRITY, MISS
 from fer.cli.flags import Home
-from fer.cli.output import JsonFlag, count, emit, escape, guarded, size, table
+from fer.cli.output import JsonFlag, count, emit, emit_differences, escape, guarded, size, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -227,16 +227,7 @@ def diff(left: Local, right: Local, json: JsonFlag = False) -> None:
         from fer.kernels import unpack as unpacking
 
         found = comparing.archives(*(unpacking.peek(path)[0] for path in (left, right)))
-
-        def text(console: Console) -> None:
-            rows = table("what", "left", "right")
-            for each in found:
-                rows.add_row(escape(each.what), escape(each.left), escape(each.right))
-            console.print(rows if found else "They are equal.")
-
-        emit(json, {"differences": [vars(each) for each in found]}, text)
-        if found:
-            raise typer.Exit(MISS)
+        emit_differences(json, found)
 
 
 @app.command("prune")

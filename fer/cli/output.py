@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fer.cli.exit_codes import code_of
+from fer.cli.exit_codes import MISS, code_of
 from fer.errors import FerError, UsageError
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -161,6 +161,20 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made
+
+
+def emit_differences(as_json: bool, found: Sequence[Any]) -> None:
+    """Where two archives differ (``what``, ``left``, ``right`` of each). Raises typer.Exit with MISS if they do."""
+
+    def text(console: Console) -> None:
+        rows = table("what", "left", "right")
+        for each in found:
+            rows.add_row(escape(each.what), escape(each.left), escape(each.right))
+        console.print(rows if found else "They are equal.")
+
+    emit(as_json, {"differences": [vars(each) for each in found]}, text)
+    if found:
+        raise typer.Exit(MISS)
 
 
 def size(count: int | None) -> str:

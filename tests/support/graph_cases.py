@@ -97,20 +97,11 @@ def _all_outputs(model: Any, graphs: Mapping[int, Any], outputs: Mapping[int, An
     return row
 
 
-def _pace(replay: Callable[[], None], count: int = 200) -> float:
-    """Microseconds a replay takes, median of five."""
-    import torch
+def _pace(replay: Callable[[], None]) -> float:
+    """Microseconds a replay takes."""
+    from bench.graphs_gpu import pace
 
-    found = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(count):
-            replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(1000 * begin.elapsed_time(end) / count)
-    return round(sorted(found)[2], 3)
+    return round(1000 * pace(replay, 200), 3)
 
 
 def _consumers(model: Any, graphs: Mapping[int, Any], outputs: Mapping[int, Any]) -> dict[str, list[bool]]:

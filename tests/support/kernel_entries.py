@@ -12,7 +12,7 @@ from typing import Any
 
 import zstandard
 
-from fer.kernels import elf, entry, parts
+from fer.kernels import elf, entry, pack, parts
 
 ENV = {"TRITON_DEFAULT_FP_FUSION": "1"}
 
@@ -119,3 +119,21 @@ def with_manifest(archive: Path, change: Any) -> Path:
     text = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
     digest = hashlib.sha256(text).hexdigest().encode()
     return rebuild(archive, [member("manifest.json", text), member("manifest.sha256", digest), *rest])
+
+
+def three(root: Path) -> Path:
+    """A cache of three kernels."""
+    for name in ("add", "scale", "softmax"):
+        make(root, name)
+    return root
+
+
+def packed(cache: Path, path: Path) -> Path:
+    """An archive of a cache of Triton's."""
+    pack.pack({"triton": cache}, path)
+    return path
+
+
+def places(root: Path) -> dict[str, Path]:
+    """Where an archive's kernels go."""
+    return {"triton": root}

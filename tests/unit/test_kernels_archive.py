@@ -20,21 +20,12 @@ from tests.support.processes import ROOT, WAIT_S
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    root = tmp_path / "cache"
-    for name in ("add", "scale", "softmax"):
-        made.make(root, name)
-    return root
+    return made.three(tmp_path / "cache")
 
 
 @pytest.fixture
 def archive(cache: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "a.ferkernels"
-    pack.pack({"triton": cache}, path)
-    return path
-
-
-def places(root: Path) -> dict[str, Path]:
-    return {"triton": root}
+    return made.packed(cache, tmp_path / "a.ferkernels")
 
 
 # -- the way there and back
@@ -42,7 +33,7 @@ def places(root: Path) -> dict[str, Path]:
 
 def test_there_and_back(cache: Path, archive: Path, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "elsewhere"
-    outcome = unpack.unpack(archive, places(target))
+    outcome = unpack.unpack(archive, made.places(target))
     assert len(outcome.restored) == 3
     assert made.content(target) == made.content(cache)
     for folder in target.iterdir():
@@ -105,7 +96,7 @@ def test_entries_without_a_sidecar_are_packed_after_a_look(tmp_path: Path) -> No
 def test_binaries_only(cache: Path, tmp_path: Path) -> None:
     """What people read is left out of the lists too, so that the rest is still a group."""
     pack.pack({"triton": cache}, tmp_path / "small", pack.Choice(binary_only=True))
-    unpack.unpack(tmp_path / "small", places(tmp_path / "target"))
+    unpack.unpack(tmp_path / "small", made.places(tmp_path / "target"))
     folder = next((tmp_path / "target").iterdir())
     (metadata,) = entry.groups_in(str(folder))
     names = entry.group_names(str(folder), metadata)
@@ -124,7 +115,7 @@ def test_architectures_are_chosen(cache: Path, tmp_path: Path) -> None:
 
 def test_a_dry_run_writes_nothing(cache: Path, archive: Path, tmp_path: Path) -> None:
     assert len(pack.pack({"triton": cache}, tmp_path / "none", dry_run=True).manifest.entries) == 3
-    assert len(unpack.unpack(archive, places(tmp_path / "no"), Terms(dry_run=True)).restored) == 3
+    assert len(unpack.unpack(archive, made.places(tmp_path / "no"), Terms(dry_run=True)).restored) == 3
     assert not (tmp_path / "none").exists() and not (tmp_path / "no").exists()
 
 
@@ -151,11 +142,11 @@ def test_a_file_that_changes_while_it_is_packed_is_left_out(
 
 def test_a_sound_entry_wins_and_a_damaged_one_is_healed(cache: Path, archive: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
-    unpack.unpack(archive, places(target))
+    unpack.unpack(archive, made.places(target))
     victim, other = next(target.rglob("add.cubin")), next(target.rglob("scale.ptx"))
     victim.write_bytes(b"")
     stamp = other.stat().st_ino
-    outcome = unpack.unpack(archive, places(target))
+    outcome = unpack.unpack(archive, made.places(target))
     assert (len(outcome.kept), outcome.healed) == (2, [victim.parent.name])
     assert made.content(target).keys() - made.content(cache).keys() == {
         name for name in made.content(target) if name.startswith(entry.QUARANTINE)
@@ -168,7 +159,7 @@ def test_an_empty_folder_in_the_way_is_no_entry(archive: Path, cache: Path, tmp_
     """The stock manager makes one before it compiles, and a compilation may have failed."""
     for folder in cache.iterdir():
         (tmp_path / "target" / folder.name).mkdir(parents=True)
-    outcome = unpack.unpack(archive, places(tmp_path / "target"))
+    outcome = unpack.unpack(archive, made.places(tmp_path / "target"))
     assert len(outcome.restored) == 3
 
 

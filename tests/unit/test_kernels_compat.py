@@ -16,21 +16,12 @@ from tests.support import kernel_entries as made
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    root = tmp_path / "cache"
-    for name in ("add", "scale", "softmax"):
-        made.make(root, name)
-    return root
+    return made.three(tmp_path / "cache")
 
 
 @pytest.fixture
 def archive(cache: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "a.ferkernels"
-    pack.pack({"triton": cache}, path)
-    return path
-
-
-def places(root: Path) -> dict[str, Path]:
-    return {"triton": root}
+    return made.packed(cache, tmp_path / "a.ferkernels")
 
 
 # -- compatibility
@@ -60,7 +51,7 @@ def test_what_differs_is_named(
     archive: Path, tmp_path: Path, changed: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    outcome = unpack.unpack(archive, places(tmp_path / "target"), Terms(here=here(**changed)))
+    outcome = unpack.unpack(archive, made.places(tmp_path / "target"), Terms(here=here(**changed)))
     assert set(outcome.skipped.values()) == ({told} if told else set())
     assert len(outcome.restored) == (0 if told else 3)
 
@@ -69,7 +60,7 @@ def test_another_architecture_is_skipped_and_the_rest_kept(cache: Path, tmp_path
     """K18."""
     other = made.make(cache, "add", arch=100)
     pack.pack({"triton": cache}, tmp_path / "a")
-    outcome = unpack.unpack(tmp_path / "a", places(tmp_path / "target"), Terms(here=here()))
+    outcome = unpack.unpack(tmp_path / "a", made.places(tmp_path / "target"), Terms(here=here()))
     assert list(outcome.skipped) == [other.name]
     assert len(outcome.restored) == 3
 
@@ -83,20 +74,20 @@ def test_an_older_driver_tries_one_kernel(archive: Path, tmp_path: Path) -> None
         return "cuLibraryLoadData returned 222" if len(asked) > 1 else ""
 
     old = here(cuda=(12, 6))
-    outcome = unpack.unpack(archive, places(tmp_path / "one"), Terms(here=old, trial=trial))
+    outcome = unpack.unpack(archive, made.places(tmp_path / "one"), Terms(here=old, trial=trial))
     assert (len(asked), len(outcome.restored)) == (1, 3)
     assert "12.6" in outcome.notes[0]
     with pytest.raises(ArchiveError, match="222"):
-        unpack.unpack(archive, places(tmp_path / "two"), Terms(here=old, trial=trial))
+        unpack.unpack(archive, made.places(tmp_path / "two"), Terms(here=old, trial=trial))
     assert not list((tmp_path / "two").glob("*"))
-    unpack.unpack(archive, places(tmp_path / "three"), Terms(here=here(cuda=(12, 8)), trial=trial))
+    unpack.unpack(archive, made.places(tmp_path / "three"), Terms(here=here(cuda=(12, 8)), trial=trial))
     assert len(asked) == 2
 
 
 def test_soft_facts_are_told_only(archive: Path, tmp_path: Path) -> None:
     made.with_manifest(archive, lambda data: data.update(soft={"gpu": ["H100"], "driver": "550"}))
     outcome = unpack.unpack(
-        archive, places(tmp_path / "target"), Terms(here=here(soft={"gpu": ["H200"], "driver": "550"}))
+        archive, made.places(tmp_path / "target"), Terms(here=here(soft={"gpu": ["H200"], "driver": "550"}))
     )
     assert outcome.notes == ["gpu: H100 -> H200"]
     assert len(outcome.restored) == 3
@@ -133,7 +124,7 @@ def test_code_of_another_host_is_skipped_and_kernels_are_not(
     monkeypatch.setattr(compat, "host_facts", lambda: HOST)
     pack.pack({"triton": cache}, tmp_path / "a")
     live = here(host=HOST | {field: value})
-    outcome = unpack.unpack(tmp_path / "a", places(tmp_path / "target"), Terms(code="take", here=live))
+    outcome = unpack.unpack(tmp_path / "a", made.places(tmp_path / "target"), Terms(code="take", here=live))
     assert (library.parent.name in outcome.skipped) is not fits
     if not fits:
         assert field in outcome.skipped[library.parent.name]
@@ -181,7 +172,7 @@ def test_a_triton_that_cannot_be_imported_leaves_its_version_to_compare(
     found = compat.live(ask_triton=True, host=False, home=tmp_path)
     assert (found.target, found.compilers) == ({"version": "3.9.0"}, {})
     assert "GLIBC_2.99" in caplog.text
-    assert len(unpack.unpack(archive, places(tmp_path / "target"), Terms(here=found)).restored) == 3
+    assert len(unpack.unpack(archive, made.places(tmp_path / "target"), Terms(here=found)).restored) == 3
 
 
 def test_code_of_the_host_meets_no_unknown_fact() -> None:

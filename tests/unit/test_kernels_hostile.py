@@ -24,21 +24,12 @@ TAKE = Terms(code="take")
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    root = tmp_path / "cache"
-    for name in ("add", "scale", "softmax"):
-        made.make(root, name)
-    return root
+    return made.three(tmp_path / "cache")
 
 
 @pytest.fixture
 def archive(cache: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "a.ferkernels"
-    pack.pack({"triton": cache}, path)
-    return path
-
-
-def places(root: Path) -> dict[str, Path]:
-    return {"triton": root}
+    return made.packed(cache, tmp_path / "a.ferkernels")
 
 
 # -- code of the host
@@ -49,11 +40,11 @@ def test_code_is_refused_unless_it_is_trusted(cache: Path, tmp_path: Path) -> No
     archive = tmp_path / "a"
     pack.pack({"triton": cache}, archive)
     with pytest.raises(ArchiveUntrusted, match="code of the host"):
-        unpack.unpack(archive, places(tmp_path / "refused"))
+        unpack.unpack(archive, made.places(tmp_path / "refused"))
     assert not (tmp_path / "refused").exists()
-    skipped = unpack.unpack(archive, places(tmp_path / "skipped"), Terms(code="skip"))
+    skipped = unpack.unpack(archive, made.places(tmp_path / "skipped"), Terms(code="skip"))
     assert (len(skipped.restored), len(skipped.skipped)) == (3, 1)
-    assert len(unpack.unpack(archive, places(tmp_path / "taken"), TAKE).restored) == 4
+    assert len(unpack.unpack(archive, made.places(tmp_path / "taken"), TAKE).restored) == 4
 
 
 @pytest.mark.parametrize("name", ["x.pkl", "x.so", "x.py", "x.sh", "x.pyc", "x.pth", "x.ninja", "x"])
@@ -89,7 +80,7 @@ def test_code_behind_a_harmless_name_is_hostile(archive: Path, tmp_path: Path) -
     order = dict.fromkeys(f[2] for each in json.loads(manifest)["entries"] for f in each["files"])
     made.rebuild(archive, [(info, manifest), digest, *(made.member(f"blobs/{name}", blobs[name]) for name in order)])
     with pytest.raises(ArchiveUntrusted, match="no binary of a GPU"):
-        unpack.unpack(archive, places(tmp_path / "target"))
+        unpack.unpack(archive, made.places(tmp_path / "target"))
     with pytest.raises(ArchiveUntrusted):
         unpack.verify(archive)
     assert not list((tmp_path / "target").glob("*"))
@@ -139,7 +130,7 @@ def test_hostile_members_are_refused(archive: Path, tmp_path: Path, change: Call
     made.rebuild(archive, change(made.members(archive)))
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     with pytest.raises(ArchiveUntrusted):
-        unpack.unpack(archive, places(tmp_path / "target"), TAKE)
+        unpack.unpack(archive, made.places(tmp_path / "target"), TAKE)
     with pytest.raises(ArchiveUntrusted):
         unpack.verify(archive)
     left = {path for path in tmp_path.rglob("*") if path.is_file()} - {Path(path) for path in before}
@@ -162,7 +153,7 @@ def test_hostile_names_in_the_manifest_are_refused(archive: Path, tmp_path: Path
         archive.write_bytes(original)
         made.with_manifest(archive, lambda data, where=where: change(data, where))
         with pytest.raises(ArchiveUntrusted, match="is named"):
-            unpack.unpack(archive, places(tmp_path / "target"), TAKE)
+            unpack.unpack(archive, made.places(tmp_path / "target"), TAKE)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +194,7 @@ def test_ten_gigabytes_of_zeros_are_refused_by_the_header(archive: Path, tmp_pat
     raw += bytes(-len(raw) % 512) + info.tobuf(format=tarfile.GNU_FORMAT)
     archive.write_bytes(zstandard.ZstdCompressor().compress(raw + bytes(1 << 20)))
     with pytest.raises((ArchiveUntrusted, ArchiveError)):
-        unpack.unpack(archive, places(tmp_path / "target"), TAKE)
+        unpack.unpack(archive, made.places(tmp_path / "target"), TAKE)
     with pytest.raises((ArchiveUntrusted, ArchiveError)):
         unpack.verify(archive)
 
@@ -213,7 +204,7 @@ def test_a_bomb_is_refused_by_its_ratio(archive: Path, tmp_path: Path) -> None:
         data["entries"][0]["files"][0][1] = 1 << 30
 
     with pytest.raises(ArchiveUntrusted, match="bytes out of"):
-        unpack.unpack(made.with_manifest(archive, change), places(tmp_path / "target"), TAKE)
+        unpack.unpack(made.with_manifest(archive, change), made.places(tmp_path / "target"), TAKE)
 
 
 def test_a_manifest_that_unfolds_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -243,7 +234,7 @@ def test_other_bytes_under_a_digest_are_noticed(archive: Path, tmp_path: Path) -
     with pytest.raises(ArchiveError, match="checksum does not match"):
         unpack.verify(archive)
     with pytest.raises(ArchiveError, match="checksum does not match"):
-        unpack.unpack(archive, places(tmp_path / "target"))
+        unpack.unpack(archive, made.places(tmp_path / "target"))
 
 
 def test_a_manifest_that_its_digest_does_not_fit_is_noticed(archive: Path) -> None:
@@ -284,7 +275,7 @@ def test_a_kernel_under_another_kernels_key_is_noticed(archive: Path, tmp_path: 
         blobs = {hashlib.sha256(data).hexdigest(): data for _, data in members[2:]}
         made.rebuild(archive, [*members[:2], *(made.member(f"blobs/{name}", blobs[name]) for name in order)])
         with pytest.raises(ArchiveError, match="another kernel's key"):
-            unpack.unpack(archive, places(tmp_path / change))
+            unpack.unpack(archive, made.places(tmp_path / change))
         with pytest.raises(ArchiveError, match="another kernel's key"):
             unpack.verify(archive)
 
@@ -293,7 +284,7 @@ def test_a_kernel_under_another_kernels_key_is_noticed(archive: Path, tmp_path: 
 def test_parts_of_another_type_are_unknown(archive: Path, tmp_path: Path, value: Any) -> None:
     here = Live(target={"env": {"A": "1"}})
     made.with_manifest(archive, lambda data: data["targets"][0].update(env=value))
-    assert len(unpack.unpack(archive, places(tmp_path / "target"), Terms(here=here)).restored) == 3
+    assert len(unpack.unpack(archive, made.places(tmp_path / "target"), Terms(here=here)).restored) == 3
 
 
 def test_every_truncation_is_noticed_and_leaves_whole_entries(archive: Path, cache: Path, tmp_path: Path) -> None:
@@ -303,7 +294,7 @@ def test_every_truncation_is_noticed_and_leaves_whole_entries(archive: Path, cac
         archive.write_bytes(data[:end])
         target = tmp_path / f"t{number}"
         with pytest.raises(ArchiveError):
-            unpack.unpack(archive, places(target))
+            unpack.unpack(archive, made.places(target))
         with pytest.raises(ArchiveError):
             unpack.verify(archive)
         for folder in target.glob("*"):
@@ -340,7 +331,7 @@ def test_order_and_repetition_are_noticed(archive: Path, tmp_path: Path) -> None
     for number, wrong in enumerate(cases):
         made.rebuild(archive, wrong)
         with pytest.raises(ArchiveError):
-            unpack.unpack(archive, places(tmp_path / f"target{number}"))
+            unpack.unpack(archive, made.places(tmp_path / f"target{number}"))
         with pytest.raises(ArchiveError):
             unpack.verify(archive)
 
@@ -388,7 +379,7 @@ def test_a_missing_file_and_a_closed_folder(archive: Path, tmp_path: Path) -> No
         unpack.verify(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
     with pytest.raises(ArchiveError, match="cannot be unpacked"):
-        unpack.unpack(archive, places(tmp_path / "file" / "cache"))
+        unpack.unpack(archive, made.places(tmp_path / "file" / "cache"))
     with pytest.raises(ArchiveError, match="cannot be written"):
         container.write(tmp_path / "file" / "a", b"{}", [])
 
