@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.keeper import Keeper, read_line, wait_until
-from tests.support.processes import WAIT_S, Children
+from tests.support.processes import WAIT_S, Children, halt
 
 
 def waiting(keeper: Keeper) -> list[str]:
@@ -94,7 +94,7 @@ def test_the_role_of_a_holder_that_died_with_the_keeper_is_free(keeper: Keeper, 
     assert read_line(child.stdout) == "True"
     with keeper.client() as client:
         pid = keeper.pid
-        os.kill(keeper.minder.pid, signal.SIGSTOP)  # so that nobody starts the next keeper too early
+        halt(keeper.minder.pid)  # so that nobody starts the next keeper too early
         keeper.kill()
         children.kill(child)
         os.kill(keeper.minder.pid, signal.SIGCONT)

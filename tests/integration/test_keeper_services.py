@@ -17,7 +17,7 @@ from fer.weights import locks
 from fer.weights.keeper.sockets import LOCK
 from fer.weights.services import hold, this_process
 from tests.support.keeper import Keeper, read_line, wait_until
-from tests.support.processes import WAIT_S, Children, kill_and_wait
+from tests.support.processes import WAIT_S, Children, halt, kill_and_wait
 
 HOLDER = """
 import subprocess, sys
@@ -96,7 +96,7 @@ def _alive(pid: int) -> bool:
 def test_a_stopped_holder_is_no_dead_one(keeper: Keeper, children: Children) -> None:
     first = Holder(children, keeper.directory, "first")
     assert first.says("holds")
-    os.kill(first.pids[0], signal.SIGSTOP)
+    halt(first.pids[0])
     second = Holder(children, keeper.directory, "second", wait_s=0.3)
     assert second.child.wait(WAIT_S) == 1
     assert holder_of(keeper) == first.pids
@@ -155,7 +155,7 @@ def test_a_holder_that_died_with_the_keeper_is_followed(keeper: Keeper, children
     assert first.says("holds")
     second = Holder(children, keeper.directory, "second")
     waits(keeper, "second")
-    os.kill(keeper.minder.pid, signal.SIGSTOP)  # so that nobody starts the next keeper too early
+    halt(keeper.minder.pid)  # so that nobody starts the next keeper too early
     keeper.kill()
     children.kill(first.child)
     os.kill(keeper.minder.pid, signal.SIGCONT)
@@ -166,7 +166,7 @@ def test_a_holder_that_died_with_the_keeper_is_followed(keeper: Keeper, children
 def test_a_keeper_that_lost_everything_grants_nothing_beside_the_holder(keeper: Keeper, children: Children) -> None:
     first = Holder(children, keeper.directory, "first")
     assert first.says("holds")
-    os.kill(first.pids[0], signal.SIGSTOP)  # it cannot even say so
+    halt(first.pids[0])  # it cannot even say so
     kill_and_wait(keeper.minder.pid)
     keeper.kill()
     wait_until(lambda: not _listens(keeper.directory), "nobody listens")

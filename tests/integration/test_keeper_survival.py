@@ -21,7 +21,7 @@ from fer.weights.keeper.start import UNIT_PROPERTIES, start_keeper
 from tests.support.descriptors import open_descriptors
 from tests.support.keeper import PAGE, Keeper, begin, engine_at, key, publish, slab, wait_until
 from tests.support.keeper_manager import Manager
-from tests.support.processes import ROOT, WAIT_S, Children, kill_all_with, kill_and_wait, with_variable
+from tests.support.processes import ROOT, WAIT_S, Children, halt, kill_all_with, kill_and_wait, with_variable
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_an_engine_that_died_meanwhile_is_seen_on_return(keeper: Keeper, childre
         kept = publish(survivor, key("kept"))
         child = engine_at(children, keeper, "commit", key("killed"))
         unfinished = engine_at(children, keeper, "add", key("unfinished"))
-        os.kill(keeper.minder.pid, signal.SIGSTOP)  # so that nobody starts the next keeper too early
+        halt(keeper.minder.pid)  # so that nobody starts the next keeper too early
         keeper.kill()
         children.kill(child)
         children.kill(unfinished)
@@ -175,7 +175,7 @@ def test_an_engine_that_died_meanwhile_is_seen_on_return(keeper: Keeper, childre
 def test_connects_queue_while_no_keeper_runs(keeper: Keeper) -> None:
     with keeper.client() as client:
         publish(client, key())
-    os.kill(keeper.minder.pid, signal.SIGSTOP)
+    halt(keeper.minder.pid)
     dead = keeper.kill()
     clients: list[KeeperClient] = []
     thread = threading.Thread(target=lambda: clients.append(keeper.client()), daemon=True)
@@ -275,7 +275,7 @@ def test_a_killed_minder_is_replaced_and_the_new_one_protects(keeper: Keeper) ->
 
 def test_a_minder_that_hangs_is_replaced(keeper: Keeper) -> None:
     with keeper.client() as client:
-        os.kill(keeper.minder.pid, signal.SIGSTOP)
+        halt(keeper.minder.pid)
         edition = publish(client, key())
         wait_until(lambda: protected(client, 1), "a new minder protects")
         assert keeper.minder.wait(WAIT_S) == -signal.SIGKILL, "the old one must not start a second keeper later"
@@ -307,7 +307,7 @@ def test_with_keeper_and_minder_killed_the_next_start_is_clean(keeper: Keeper, c
         publish(client, key())
         pids = [keeper.pid, keeper.minder.pid]
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            halt(pid)
         for pid in pids:
             kill_and_wait(pid)
         kill_all_with("FER_RUNTIME_DIR", str(keeper.directory))

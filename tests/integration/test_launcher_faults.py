@@ -23,7 +23,7 @@ from fer.standby.launcher_client import NotForked, fork, spawn
 from tests.support.descriptors import leaked, open_descriptors
 from tests.support.keeper import read_line
 from tests.support.launcher import Launcher, alive, await_end, fer_run, finish, script
-from tests.support.processes import WAIT_S, Children, kill_and_wait
+from tests.support.processes import WAIT_S, Children, halt, kill_and_wait
 
 WAITS = """
 import os, sys, time
@@ -102,7 +102,7 @@ def test_a_launcher_that_hangs_holds_nobody_up_for_long(
 ) -> None:
     launcher = Launcher(children)
     monkeypatch.setattr(launcher_client, "FORK_S", 0.5)
-    launcher.process.send_signal(signal.SIGSTOP)
+    halt(launcher.process.pid)
     try:
         with pytest.raises(NotForked, match="did not answer within"):
             fork([sys.executable, str(script(tmp_path, "print()"))])
@@ -122,7 +122,7 @@ def test_a_launcher_killed_in_the_middle_of_a_request_leaves_no_engine(
     launcher = Launcher(children)
     marker = tmp_path / "ran"
     path = script(tmp_path, f"open({str(marker)!r}, 'w')")
-    launcher.process.send_signal(signal.SIGSTOP)
+    halt(launcher.process.pid)
     run = fer_run(children, sys.executable, path)
     assert _queued(launcher.pid, run)  # the request is in its socket, unread
     children.kill(launcher.process)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.keeper import read_line
+from tests.support.keeper import read_line, wait_until
 from tests.support.launcher import Launcher, await_end, fer_run, finish, script
-from tests.support.processes import WAIT_S, Children
+from tests.support.processes import WAIT_S, Children, stopped
 
 FORKED = "forked as process"
 PLAIN = "plain exec"
@@ -232,10 +232,6 @@ except KeyboardInterrupt:
 """
 
 
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def test_the_terminal_is_the_engines(launcher: Launcher, children: Children, tmp_path: Path) -> None:
     import fcntl
     import struct
@@ -251,7 +247,7 @@ def test_the_terminal_is_the_engines(launcher: Launcher, children: Children, tmp
         engine = int(terminal.until("\n").split(FORKED)[1].split()[0])
         os.write(terminal.master, b"\x1a")
         terminal.until("the shell sees a stopped job")
-        assert _state(engine) == "T"
+        wait_until(lambda: stopped(engine), "the engine stops too")
         os.write(terminal.master, b"\n")
         terminal.until("goes on")
         os.write(terminal.master, b"\x03")

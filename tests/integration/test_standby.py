@@ -18,7 +18,7 @@ from fer import paths
 from fer.weights.keeper.sockets import LOCK
 from tests.support.descriptors import open_descriptors
 from tests.support.keeper import Keeper, wait_until
-from tests.support.processes import Children, kill_and_wait, with_variable
+from tests.support.processes import Children, halt, kill_and_wait, with_variable
 from tests.support.serve_engine import expected
 from tests.support.serving import Service
 
@@ -152,7 +152,7 @@ def test_the_keeper_killed_in_the_middle_changes_nothing(start: Start, keeper: K
 
 def test_a_keeper_stopped_at_the_death_is_waited_for(start: Start, keeper: Keeper) -> None:
     service = start()
-    os.kill(keeper.minder.pid, signal.SIGSTOP)  # so that no keeper is there
+    halt(keeper.minder.pid)  # so that no keeper is there
     keeper.kill()
     stream = service.stream("once", 60).read(5)
     service.kill_worker()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,21 @@ class Children:
                 if pipe is not None:
                     pipe.close()
         self._started.clear()
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process stands still: SIGSTOP was sent, and each of its threads has come to obey."""
+    states = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(state == "T" for state in states)
+
+
+def halt(pid: int) -> None:
+    """SIGSTOP, and wait until it stands still: a thread that runs elsewhere goes on for a moment after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + WAIT_S
+    while not stopped(pid):
+        assert time.monotonic() < deadline, f"process {pid} was sent SIGSTOP and goes on"
+        time.sleep(0.001)
 
 
 def with_variable(name: str, value: str) -> Iterator[int]:

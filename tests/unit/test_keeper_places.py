@@ -18,7 +18,7 @@ from fer.weights.connect import connect
 from fer.weights.keeper import sockets
 from fer.weights.keeper.start import start_keeper
 from tests.support.keeper import Keeper
-from tests.support.processes import ROOT, WAIT_S, Children
+from tests.support.processes import ROOT, WAIT_S, Children, halt
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_keeper_with_too_few_files_does_not_start() -> None:
 def test_a_keeper_that_hangs_is_named(children: Children, runtime_dir: Path) -> None:
     keeper = Keeper(children, runtime_dir)
     pid = keeper.pid
-    os.kill(pid, signal.SIGSTOP)
+    halt(pid)
     try:
         with pytest.raises(KeeperUnavailable, match=rf"pid {pid}\) accepts but does not answer") as caught:
             KeeperClient.connect(timeout=0.2)
