@@ -48,6 +48,13 @@ WITH_TRANSFORMERS = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.integrations.finegrained_fp8",
 )
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # A library that asks on import whether there is a GPU must not open the driver: no child could use it any more.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""What the zygote itself runs with."""
 _LIMIT = 1 << 17
 _PR_SET_PDEATHSIG = 1
 
@@ -208,7 +215,7 @@ class Zygote:
                 [sys.executable, "-m", "tests.support.zygote", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env=environment | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+                env=environment | QUIET,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
