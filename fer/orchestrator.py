@@ -102,6 +102,8 @@ def recover_for_duty(engine: Engine, options: Options | None = None, *, parked: 
         engine.first_token()
     report.finish()
     _finish(start, before)
+    if start.parked and graphs.in_place(start):
+        graphs.park(start)  # what stood for the cache in the start is of no use to an engine that waits
     return Recovered(start, graphs)
 
 

@@ -1,4 +1,4 @@
-"""A cache without memory: one slab stands for all of it, so that graphs find what they point to."""
+"""A cache without memory: one slab stands for it while the engine starts, and nothing while it waits."""
 
 from __future__ import annotations
 
@@ -29,8 +29,13 @@ def begin(plan: Plan) -> None:
 
 
 def park(plan: Plan) -> None:
-    """Give the cache's memory back; its addresses stay, and so do the graphs."""
-    plan.ranges.kv.rest(slab(plan))
+    """Give the cache's memory back, to the last byte; its addresses stay, and so do the graphs.
+
+    To be called while no step runs, and none will before :func:`unpark`.
+    """
+    if plan.graphs.session is not None:
+        plan.graphs.session.wait()  # a node that is still being made may name an address, and is refused over nothing
+    plan.ranges.kv.rest()
 
 
 def unpark(plan: Plan) -> None:

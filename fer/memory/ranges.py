@@ -175,17 +175,17 @@ class NamedRange:
         self.allocator.limit = self.address + size
 
     def back(self, *, chunk: int = CHUNK) -> None:
-        """Real memory, zeroed, in place of the slab that was mapped over and over: as far as anything was handed out.
+        """Real memory, zeroed, as far as anything was handed out; after :meth:`rest`, or in place of an aliased slab.
 
         Addresses stay as they are, and so does whatever points to them.
 
         Raises:
             OutOfMemory: the device has not that much; nothing was changed.
-            MappingError: no slab is mapped over and over.
+            MappingError: the range has its memory.
             DriverError: in the middle of the change; the range is of no use any more.
         """
-        if not self._aliases:
-            raise MappingError(f"the range {self.name} has its memory", why="no slab is mapped over and over")
+        if self._chunks:
+            raise MappingError(f"the range {self.name} has its memory", why="it was given back by nobody")
         made: list[_Chunk] = []
         with self.device.current():
             try:
@@ -209,13 +209,14 @@ class NamedRange:
             self.device.synchronize()
         self.allocator.limit = self.address + self.mapped
 
-    def rest(self, slab: int) -> None:
-        """Give the memory back and map one slab over and over in its place; the opposite of :meth:`back`.
+    def rest(self) -> None:
+        """Give the memory back, a slab that stood for it too; the opposite of :meth:`back`.
+
+        Nothing is mapped then: until :meth:`back`, whoever touches these addresses faults.
 
         Raises:
-            OutOfMemory, DriverError: in the middle of the change; the range is of no use any more.
+            DriverError: in the middle of the change; the range is of no use any more.
         """
-        size = self.used
         with self.device.current():
             self.device.synchronize()
             self._unmap_aliases()
@@ -224,8 +225,7 @@ class NamedRange:
                 driver.call("cuMemUnmap", gone.address, gone.size)
                 driver.call("cuMemRelease", gone.handle)
         self.mapped = 0
-        if size:
-            self.map_over_and_over(size, slab)
+        self.allocator.limit = self.address
 
     def _unmap_aliases(self) -> None:
         for alias in self._aliases:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ found = {"path": recovered.report.stages["cudagraph"].path, "why": recovered.rep
 need = engine._cache_bytes()
 if parked:
     before = free()
+    found["held"] = {each.name: each.mapped for each in recovered._graphs._plan.ranges.all}
     hog = torch.empty(before - need // 2, dtype=torch.uint8, device="cuda:0")
     try:
         recovered.unpark()
@@ -56,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return serve_models.add_tokenizer(made)
 
 
-def engine(folder: Path, how: str) -> dict[str, object]:
+def engine(folder: Path, how: str) -> dict[str, Any]:
     import json
 
     done = subprocess.run(
@@ -70,7 +72,8 @@ def test_parked_engines_take_memory_when_they_serve(folder: Path) -> None:
     first = engine(folder, "serving")  # captures, saves, has it proven beside
     found = engine(folder, "parked")
     assert found["refused"] is True, "with too little memory it stays parked"
-    assert int(str(found["backed"])) > int(str(found["need"])) // 2
-    assert int(str(found["freed"])) > int(str(found["need"])) // 2
+    assert found["backed"] >= found["need"]
+    assert found["freed"] >= found["need"]
+    assert found["held"]["kv"] == 0, "no slab is left of the start"
     assert found["same"] is True and found["answer"] == first["answer"]
     assert found["session"] == []

@@ -160,11 +160,23 @@ def test_memory_takes_the_place_of_a_slab_and_goes_again(fake: FakeDriver, range
         assert sum(size for _, size in fake.cleared) == 150 * MIB
         with pytest.raises(MappingError, match="has its memory"):
             kv.back()
-        kv.rest(64 * MIB)
-        assert (kv.mapped, fake.used()) == (150 * MIB, (64 + 22) * MIB)
+        kv.rest()
+        assert (kv.mapped, fake.used(), fake.mapped) == (0, 0, {}), "not a byte is left"
         assert kv.allocator.take(1) == 0, "nothing more is handed out"
     kv.close()
     assert (fake.used(), fake.mapped, kv.mapped) == (0, {}, 0)
+
+
+def test_a_cache_at_rest_that_gets_no_memory_rests_on(fake: FakeDriver, ranges: Ranges) -> None:
+    kv = parked(ranges)
+    kv.rest()
+    ranges.pool.map(8 * GIB - 100 * MIB, chunk=8 * GIB)
+    with pytest.raises(OutOfMemory, match="range kv"):
+        kv.back()
+    assert (kv.mapped, fake.used()) == (0, 8 * GIB - 100 * MIB)
+    ranges.pool.close()
+    kv.back()
+    assert (kv.mapped, fake.used()) == (150 * MIB, 150 * MIB)
 
 
 def test_a_cache_without_memory_stays_parked(fake: FakeDriver, ranges: Ranges) -> None:
@@ -186,5 +198,5 @@ def test_an_empty_cache_needs_nothing(fake: FakeDriver, ranges: Ranges) -> None:
     ranges.kv.map_over_and_over(64 * MIB, 64 * MIB)
     ranges.kv.back()
     assert (ranges.kv.mapped, fake.used(), fake.mapped) == (0, 0, {})
-    ranges.kv.rest(64 * MIB)
+    ranges.kv.rest()
     assert fake.used() == 0
