@@ -21,6 +21,8 @@ DEFAULT = (
     "fer.orchestrator",
     "fer.weights.stage",
     "fer.engines.transformers",
+    "fer.standby.duty",
+    "fer.standby.model",
 )
 """Where nothing else is asked for; what is not installed is left out. One model, for what all of them share."""
 _LAZY = ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM", "StaticCache")
