@@ -241,6 +241,7 @@ def test_health_status_and_metrics(service: Service) -> None:
     status = service.status()
     assert status["members"][0]["recovery"]["stages"]["weights"]["path"] == "attached"
     assert status["members"][0]["recovery"]["total_s"] > 0
+    assert service.ask("/v1/completions", {"model": "gpt-9", "prompt": "hello"}).status == 404
     text = service.ask("/metrics").body.decode()
     for line in ('fer_state{state="active"} 1.0', 'fer_members{role="active"} 1.0', "fer_restarts_total 0.0"):
         assert line in text.splitlines()
