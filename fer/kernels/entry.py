@@ -206,15 +206,20 @@ def inspect(folder: str, names: Iterable[str], metadata: str = "") -> Sidecar:
     Raises:
         Odd: a file is missing, empty, cut off, or holds something else than its name says.
     """
-    files = {}
-    for name in names:
-        data = read(os.path.join(folder, name))
+    files = ((name, read(os.path.join(folder, name))) for name in names)
+    return inspect_content(os.path.basename(folder), files, metadata)
+
+
+def inspect_content(key: str, files: Iterable[tuple[str, bytes]], metadata: str = "") -> Sidecar:
+    """As :func:`inspect`, of bytes that may come from anywhere. Raises Odd."""
+    stored = {}
+    for name, data in files:
         if why := _damage(name, data):
             raise Odd(f"{name}: {why}")
         if name == metadata:
-            check_key(os.path.basename(folder), data)
-        files[name] = Stored.of(data)
-    return Sidecar(files, key=os.path.basename(folder))
+            check_key(key, data)
+        stored[name] = Stored.of(data)
+    return Sidecar(stored, key=key)
 
 
 def _damage(name: str, data: bytes) -> str:

@@ -1,7 +1,7 @@
 """How FER gets into a process that compiles: by Triton's own variables and hooks, installed when Triton is imported.
 
 Nothing here imports Triton. Where it is not there yet, its import is awaited: a start that compiles nothing pays for
-nothing. What is the user's own (a cache manager, a listener) is kept: a manager stays in charge, listeners are chained.
+nothing. What is the user's own (a cache manager, a listener) is kept: both are chained.
 
 ========================================  =============================================  ===================
 what                                      how                                            checked with Triton
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fer.kernels import coverage, tritonkey
+from fer.kernels import chain, coverage, tritonkey
 from fer.kernels.manager import SPEC
 
 if TYPE_CHECKING:
@@ -43,10 +43,12 @@ class Installed:
 
     Attributes:
         manager: why FER's manager is not in charge, ``""`` where it is.
+        behind: the user's own manager, which FER's asks where it has nothing; ``""`` without one.
         troubles: hooks that this version of Triton does not offer, with what is missing because of it.
     """
 
     manager: str = ""
+    behind: str = ""
     troubles: list[str] = field(default_factory=list)
 
 
@@ -58,19 +60,22 @@ def install(environ: MutableMapping[str, str] | None = None, *, home: Path | Non
         home: FER's folder.
     """
     environ = os.environ if environ is None else environ
-    done = Installed(manager=_claim_manager(environ))
+    why = _claim_manager(environ)
+    done = Installed(manager=why, behind="" if why else environ.get(chain.VARIABLE, ""))
     when_imported("triton", lambda module: done.troubles.extend(_attach(module, home)))
     return done
 
 
 def _claim_manager(environ: MutableMapping[str, str]) -> str:
-    chosen = environ.get(VARIABLE)
-    if chosen and chosen != SPEC:
-        return f"{VARIABLE}={chosen} is in charge of Triton's cache; FER's manager is not installed"
     knobs = sys.modules.get("triton.knobs")
     if knobs is not None and "manager_class" in knobs.cache.__dict__:
         return "the program has set triton.knobs.cache.manager_class; FER's manager is not installed"
-    if environ.get("TRITON_REMOTE_CACHE_BACKEND"):
+    chosen = environ.get(VARIABLE)
+    if not chosen:
+        environ.pop(chain.VARIABLE, None)  # of a program that has taken its manager back since
+    elif chosen != SPEC:
+        environ[chain.VARIABLE] = chosen
+    if environ.get("TRITON_REMOTE_CACHE_BACKEND") and not environ.get(chain.VARIABLE):
         log.info("TRITON_REMOTE_CACHE_BACKEND is set, but no manager that uses it; kernels are looked up locally")
     environ[VARIABLE] = SPEC
     return ""

@@ -4,7 +4,7 @@ Triton's own manager returns what lies in its folder: an empty binary is a hit, 
 moved folder is compiled again as a whole because lists hold absolute paths. This one compares every file with a
 SHA-256 from when it was written, finds files by their names, and answers ``None`` to anything odd: Triton then
 compiles, and the result replaces what was damaged. It writes the format of the stock manager, which may read the same
-folder at any time.
+folder at any time. A manager of the user's is asked where this one has nothing; see :mod:`fer.kernels.chain`.
 
 This file imports no Triton, so the name can be set before Triton is there and where it never will be.
 """
@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fer.kernels import entry
+from fer.kernels import chain, entry
 from fer.kernels.entry import Odd, Sidecar, Stored
 
 SPEC: Final = "fer.kernels.manager:VerifyingManager"
@@ -33,6 +33,7 @@ class Counts:
 
     Attributes:
         hits, misses: groups looked up.
+        fetched: groups and files that the user's manager had and this cache had not.
         adopted: entries without a sidecar that were looked at and got one.
         damaged: entries that were odd, with the reason, by key and name.
         unwritten: why results could not be stored, ``""`` where all could.
@@ -40,6 +41,7 @@ class Counts:
 
     hits: int = 0
     misses: int = 0
+    fetched: int = 0
     adopted: int = 0
     damaged: dict[str, str] = field(default_factory=dict)
     unwritten: str = ""
@@ -76,7 +78,9 @@ class VerifyingManager(CacheManager):
         self._verified = not (override or dump)
         self._written: dict[str, Stored] = {}
         self._unheard = self._verified and _join()
-        self._scattered = False
+        self._scattered = self._foreign = False
+        # One of the user's that derives from this class has nobody behind it, or it would stand behind itself.
+        self._next = chain.behind(key) if self._verified and type(self) is VerifyingManager else None
         if not override or dump:
             try:
                 os.makedirs(self.cache_dir, exist_ok=True)
@@ -94,50 +98,51 @@ class VerifyingManager(CacheManager):
     def get_file(self, filename: str) -> str | None:
         """Path of a file, verified where it is one of its own, such as a host library; None for a miss."""
         path = os.path.join(self.cache_dir, filename)
-        if not self.has_file(filename):
-            return None
         if not self._verified or not entry.is_loose(filename):
-            return path
-        return path if self._sound(filename, [filename], loose=True) else None
+            return path if self.has_file(filename) else None
+        ours = self._is_ours(filename)
+        found = self._own_file(filename) if ours else None
+        if found is None and self._next is not None:
+            theirs = self._next.get_file(filename)
+            taken = self._take({filename: theirs}, filename, loose=True, heal=ours) if theirs is not None else None
+            found = taken[filename] if taken is not None else None
+        return found if found is not None or ours else self._own_file(filename)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         """Paths of a group's files by name, every byte of them verified; None for a miss."""
-        names: list[str] = []
-        try:
-            found = entry.group_names(self.cache_dir, filename)
-            if found is None:
-                COUNTS.misses += self._verified
-                self._tell(filename, hit=False)
-                return None
-            names = found
-        except Odd as odd:
-            self._refuse(filename, [], str(odd))
-            return None
-        if self._verified and not self._sound(filename, names, loose=False):
-            return None
-        COUNTS.hits += self._verified
-        self._tell(filename, hit=True)
-        return {name: os.path.join(self.cache_dir, name) for name in names}
+        # What has no sidecar may be the user's manager's own, which knows better what it means.
+        ours = self._is_ours(filename)
+        group = self._own_group(filename) if ours or self._next is None else None
+        if group is None and self._next is not None:
+            theirs = self._next.get_group(filename)
+            group = self._take(theirs, filename, heal=ours) if theirs is not None else None
+            if group is None and not ours:
+                group = self._own_group(filename)
+        COUNTS.hits += self._verified and group is not None
+        COUNTS.misses += self._verified and group is None
+        self._tell(filename, hit=group is not None)
+        return group
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         """Store a file; its path, which is readable in this process even where the cache takes nothing."""
         content = data if isinstance(data, bytes) else str(data).encode()
-        try:
-            path = entry.write(self.cache_dir, filename, content)
-        except FileNotFoundError:
-            # Another process tidied the folder away while it was empty.
-            path = self._put_again(filename, content)
-        except OSError as error:
-            path = self._put_elsewhere(filename, content, error)
         self._written[filename] = Stored.of(content)
-        if self._verified and entry.is_loose(filename):
+        path = self._put_theirs(data, filename, binary, content) if self._next is not None else None
+        if path is None:
+            path = self._put(filename, content)
+        if self._verified and entry.is_loose(filename) and not self._foreign:
             self._store_sidecar(filename, Sidecar({filename: self._written[filename]}, key=self.key))
         return path
 
     def put_group(self, filename: str, group: dict[str, str]) -> str:
         """Complete a group: it exists for other processes from here on."""
         path = os.path.join(self.cache_dir, entry.GROUP + filename)
-        if self._scattered:
+        if self._next is not None:
+            self._next.put_group(filename, group)
+        if self._foreign:
+            with contextlib.suppress(OSError):  # what was known of an older entry
+                os.unlink(os.path.join(self.cache_dir, entry.SIDECAR + filename))
+        if self._scattered or self._foreign:
             return path  # a list of files that are not all here would be a lie to the next process
         try:
             if not self._verified:
@@ -148,7 +153,95 @@ class VerifyingManager(CacheManager):
             self._spill(error)
             return path
 
+    # -- the user's manager
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether FER knows what an entry must be."""
+        return os.path.lexists(os.path.join(self.cache_dir, entry.SIDECAR + name))
+
+    def _put_theirs(self, data: Any, filename: str, binary: bool, content: bytes) -> str | None:
+        """Give the user's manager a file; its path where it has put one into this very folder."""
+        assert self._next is not None
+        here = os.path.join(self.cache_dir, filename)
+        before = _stamp(here)
+        path = self._next.put(data, filename, binary)
+        if path is None or _stamp(here) == before:
+            return None
+        # In a form of its own, the entry stays its own, for FER as for processes without FER.
+        self._foreign = self._foreign or not self._holds(here, content)
+        return path
+
+    def _is_here(self, name: str, path: str) -> bool:
+        return os.path.realpath(path) == os.path.realpath(os.path.join(self.cache_dir, name))
+
+    @staticmethod
+    def _holds(path: str, content: bytes) -> bool:
+        try:
+            return entry.read(path) == content
+        except Odd:
+            return False
+
+    def _take(
+        self, paths: dict[str, str], name: str, *, loose: bool = False, heal: bool = False
+    ) -> dict[str, str] | None:
+        """What the user's manager gave, verified by structure and key; copied here where there is room for it.
+
+        Args:
+            loose: it is one file of its own.
+            heal: files of these names that are here are FER's, and were found damaged.
+        """
+        try:
+            if (not loose and name not in paths) or not all(map(entry.is_plain_name, paths)):
+                raise Odd("its list of files holds other names")
+            # Real paths: it may keep files behind links.
+            files = {each: entry.read(os.path.realpath(path)) for each, path in paths.items()}
+            sidecar = entry.inspect_content(self.key, files.items(), "" if loose else name)
+        except Odd as odd:
+            assert self._next is not None
+            self._note_damage(name, f"{self._next.name} gave what is damaged: {odd}", "")
+            return None
+        COUNTS.fetched += 1
+        ADOPTED.add(self.key)
+        elsewhere = [each for each, path in paths.items() if not self._is_here(each, path)]
+        try:
+            if not heal and any(self.has_file(each) for each in elsewhere):
+                return paths  # files of these names are its own
+            for each in elsewhere:
+                entry.write(self.cache_dir, each, files[each])
+            if loose or not elsewhere:  # its own list is here
+                self._store_sidecar(name, sidecar)
+            else:
+                entry.write_group(self.cache_dir, name, paths, sidecar)
+        except OSError:
+            return paths  # a folder that takes nothing: these were verified as well
+        return {each: os.path.join(self.cache_dir, each) for each in paths}
+
     # -- how
+
+    def _own_file(self, filename: str) -> str | None:
+        if self.has_file(filename) and self._sound(filename, [filename], loose=True):
+            return os.path.join(self.cache_dir, filename)
+        return None
+
+    def _own_group(self, filename: str) -> dict[str, str] | None:
+        """Paths of a group in this folder, verified."""
+        try:
+            names = entry.group_names(self.cache_dir, filename)
+        except Odd as odd:
+            self._refuse(filename, [], str(odd))
+            return None
+        if names is None or (self._verified and not self._sound(filename, names, loose=False)):
+            return None
+        return {name: os.path.join(self.cache_dir, name) for name in names}
+
+    def _put(self, filename: str, content: bytes) -> str:
+        try:
+            return entry.write(self.cache_dir, filename, content)
+        except FileNotFoundError:
+            # Another process tidied the folder away while it was empty.
+            return self._put_again(filename, content)
+        except OSError as error:
+            return self._put_elsewhere(filename, content, error)
 
     def _sound(self, name: str, names: list[str], *, loose: bool) -> bool:
         """Verify against the sidecar, or look at the structure and write one."""
@@ -187,13 +280,16 @@ class VerifyingManager(CacheManager):
             coverage.note(self.key, filename.rpartition(".")[0], hit=hit)
 
     def _refuse(self, name: str, names: list[str], why: str) -> None:
-        COUNTS.misses += 1
-        self._tell(name, hit=False)
+        if self._next is not None and not self._is_ours(name):
+            self._note_damage(name, why, "")  # it may be how the user's manager keeps files
+            return
         place = entry.quarantine(self.cache_dir, name, names, why)
+        self._note_damage(name, why, f" (kept in {place})" if place else "")
+
+    def _note_damage(self, name: str, why: str, kept: str) -> None:
         first = not COUNTS.damaged
         COUNTS.damaged[f"{self.key}/{name}"] = why
         text = "cache entry %s of kernel %s is damaged and is compiled again: %s%s"
-        kept = f" (kept in {place})" if place else ""
         more = "; further ones are logged as debug messages" if first else ""
         log.log(
             logging.WARNING if first else logging.DEBUG,
@@ -235,6 +331,15 @@ class VerifyingManager(CacheManager):
                 os.path.dirname(self.cache_dir),
                 error,
             )
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    """What changes where a file is written anew."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns
 
 
 _joined = False

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fer.errors import FerError
-from fer.kernels import coverage, gpus, hooks, places, store
+from fer.kernels import chain, coverage, gpus, hooks, places, store
 from fer.paths import check_private
 from fer.stages import Start
 
@@ -74,9 +74,12 @@ class Session:
                 log.warning("%s; set %s to a folder of your own", why, places.VARIABLE)
             # For children, and for torch's compiler, which would choose a folder of its own.
             os.environ[places.VARIABLE] = str(place.path)
-            self._manager = hooks.install(home=self._home).manager
+            installed = hooks.install(home=self._home)
+            self._manager = installed.manager
             if self._manager:
                 self._why.append(self._manager)
+            if installed.behind:
+                self._why.append(f"{installed.behind} is asked where FER's cache has nothing")
             self._record = self._new_record()
             span.details["cache"] = str(place.path)
         archive = self._archive(start)
@@ -191,7 +194,7 @@ class Session:
     def _tell(self, start: Start, summary: coverage.Summary) -> None:
         outcome = self._outcome
         usable = outcome.usable if outcome else 0
-        why = list(self._why)
+        why = [*self._why, *filter(None, [chain.trouble()])]
         if outcome and outcome.skipped:
             why.append(f"{len(outcome.skipped)} not used: {next(iter(outcome.skipped.values()))}")
         why += [f"{name} compiled: {reason}" for name, reason in summary.missed[:_TOLD]]

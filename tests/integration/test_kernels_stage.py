@@ -101,13 +101,20 @@ def test_off_leaves_the_environment_alone(start: Start, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_users_manager_is_reported_and_nothing_is_restored(start: Start) -> None:
+def test_a_users_manager_is_asked_after_ours(start: Start, tmp_path: Path) -> None:
     start(blocks=[128])
-    mine = {"TRITON_CACHE_MANAGER": "triton.runtime.cache:FileCacheManager"}
-    answer = start("elsewhere", environ=mine, blocks=[128])
-    assert answer["compiled"] == 1
-    assert answer["manager"] == mine["TRITON_CACHE_MANAGER"]
-    assert "is in charge" in answer["why"]
+    theirs = {
+        "TRITON_CACHE_MANAGER": "tests.support.kernels_managers:Shared",
+        "TEST_MANAGER_FOLDER": str(tmp_path / "theirs"),
+    }
+    answer = start("elsewhere", environ=theirs, blocks=BLOCKS)
+    assert (answer["details"]["restored"], answer["hits"], answer["compiled"]) == (1, 1, 1)
+    assert answer["manager"] == SPEC
+    assert "kernels_managers:Shared is asked where FER's cache has nothing" in answer["why"]
+    assert len(list((tmp_path / "theirs").glob("*/__grp__*"))) == 1  # what was compiled
+    fallen = start("third", environ=theirs | {"TRITON_CACHE_MANAGER": "no.such:Manager"}, blocks=BLOCKS)
+    assert (fallen["hits"], fallen["compiled"]) == (2, 0)
+    assert "no.such:Manager failed and is left out" in fallen["why"]
 
 
 def test_a_broken_archive_costs_no_more_than_compiling(start: Start) -> None:

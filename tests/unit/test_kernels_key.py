@@ -176,14 +176,18 @@ def test_the_real_key_is_the_same_with_and_without_the_memo() -> None:
     assert in_a_process(code) == plain  # remembered
 
 
-def test_a_users_manager_stays_in_charge() -> None:
-    environ = {"TRITON_CACHE_MANAGER": "their.module:Manager"}
-    assert "their.module:Manager" in hooks._claim_manager(environ)
-    assert environ["TRITON_CACHE_MANAGER"] == "their.module:Manager"
+def test_a_manager_set_by_the_program_stays_in_charge(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
     ours: dict[str, str] = {}
     assert hooks._claim_manager(ours) == ""
     assert ours == {"TRITON_CACHE_MANAGER": SPEC}
     assert hooks._claim_manager(ours) == ""
+    cache = SimpleNamespace(manager_class=object)
+    monkeypatch.setitem(sys.modules, "triton.knobs", SimpleNamespace(cache=cache))  # type: ignore[arg-type]
+    untouched: dict[str, str] = {}
+    assert "manager_class" in hooks._claim_manager(untouched)
+    assert not untouched
 
 
 def test_a_users_listener_is_chained(monkeypatch: pytest.MonkeyPatch) -> None:
