@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fer import paths
-from fer.errors import PeerRefused, RequestError, UsageError
+from fer.errors import PeerRefused, RequestError, UsageError, from_dict
 from fer.memory import fdpass
 
 ADMIN = "admin.sock"
@@ -39,30 +39,38 @@ def only(sockets: list[Path]) -> Path:
     raise UsageError(f"{len(sockets)} services run here", why=listed, fix="Give one of them as --admin PATH")
 
 
-def ask(path: Path, method: str, url: str) -> dict[str, Any]:
+def ask(
+    path: Path, method: str, url: str, body: dict[str, Any] | None = None, *, limit_s: float = _LIMIT_S
+) -> dict[str, Any]:
     """One request at an admin socket; the object that it answers.
+
+    Args:
+        body: sent as JSON.
+        limit_s: seconds for the answer.
 
     Raises:
         PeerRefused: the directory, or the process behind the socket, is not this user's.
         UsageError: nobody listens there.
-        RequestError: the service refuses.
+        FerError: the service refuses, or could not do it; of the kind that it met.
     """
     paths.check_private(path.parent)
-    connection = http.client.HTTPConnection("fer", timeout=_LIMIT_S)
+    connection = http.client.HTTPConnection("fer", timeout=limit_s)
     connection.sock = sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        sock.settimeout(_LIMIT_S)
+        sock.settimeout(limit_s)
         fdpass.connect(sock, path)
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if uid != os.getuid():
             raise PeerRefused(f"the process behind {path} is user {uid}", why=f"this process is user {os.getuid()}")
-        connection.request(method, url)
+        connection.request(method, url, None if body is None else json.dumps(body).encode())
         response = connection.getresponse()
         answer: dict[str, Any] = json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise UsageError(f"no fer serve answers at {path}", why=str(error), fix="Is it still running?") from error
     finally:
         connection.close()
+    if isinstance(answer.get("fer"), dict):
+        raise from_dict(answer["fer"])
     if response.status >= 400:
         raise RequestError(str(answer.get("error", {}).get("message", answer)), status=response.status)
     return answer

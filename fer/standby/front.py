@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -15,8 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from fer.errors import RequestError
+from fer.errors import FerError, RequestError
 from fer.standby import openai, wire
+from fer.standby.router import Anew, Event
 
 BODY_LIMIT = 4 << 20
 """Bytes of a request's body."""
@@ -27,8 +29,12 @@ BODY_S = 30.0
 class Answering(Protocol):
     """Who makes answers; :class:`fer.standby.router.Router` is one."""
 
-    def answer(self, request: wire.Generate) -> AsyncGenerator[wire.Event, None]:
-        """Began, Pieces and Ended, or RequestError. Closing it ends the generation."""
+    def answer(self, request: wire.Generate, *, shown: bool = True) -> AsyncGenerator[Event, None]:
+        """Began, Pieces and Ended, or RequestError. Closing it ends the generation.
+
+        Args:
+            shown: the client sees each piece. Else :class:`~fer.standby.router.Anew` may take back those before it.
+        """
 
 
 class Watch(Protocol):
@@ -46,10 +52,20 @@ class Front:
 
     Args:
         model: the one name that requests may ask for.
+        flex: answers requests of the tier ``flex``; None: as all others, and the answer's ``service_tier`` says so.
     """
 
-    def __init__(self, answering: Answering, model: str, watch: Watch, *, body_limit: int = BODY_LIMIT) -> None:
+    def __init__(
+        self,
+        answering: Answering,
+        model: str,
+        watch: Watch,
+        *,
+        flex: Answering | None = None,
+        body_limit: int = BODY_LIMIT,
+    ) -> None:
         self._answering, self._model, self._watch, self._limit = answering, model, watch, body_limit
+        self._flex = flex
         self._created = int(time.time())
 
     def routes(self) -> list[BaseRoute]:
@@ -81,12 +97,17 @@ class Front:
                 code="model_not_found",
             )
 
+    def _placed(self, asked: openai.Asked) -> openai.Asked:
+        """The request with the tier it is served in, which the answer names where the client asked for one."""
+        served = "flex" if asked.tier == "flex" and self._flex is not None else "default"
+        return asked if asked.tier is None else dataclasses.replace(asked, served=served)
+
     def _route(
         self, endpoint: str, understand: Callable[[bytes], openai.Asked]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
             try:
-                asked = understand(await body_of(request, self._limit))
+                asked = self._placed(understand(await body_of(request, self._limit)))
                 self._check(asked.model)
                 response = await (self._streamed if asked.stream else self._whole)(request, asked)
             except RequestError as error:
@@ -107,6 +128,8 @@ class Front:
                 async for event in events:
                     if isinstance(event, wire.Piece):
                         text += event.text
+                    elif isinstance(event, Anew):
+                        text = ""
                     elif isinstance(event, wire.Ended):
                         reason = event.reason
 
@@ -126,7 +149,7 @@ class Front:
         return _Stream(self._lines(asked, events, usage), media_type="text/event-stream", headers=headers)
 
     async def _lines(
-        self, asked: openai.Asked, events: AsyncGenerator[wire.Event, None], usage: openai.Usage
+        self, asked: openai.Asked, events: AsyncGenerator[Event, None], usage: openai.Usage
     ) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(events):
             try:
@@ -144,14 +167,17 @@ class Front:
                 return
             yield b"data: [DONE]\n\n"
 
-    async def _events(self, asked: openai.Asked, usage: openai.Usage) -> AsyncGenerator[wire.Event, None]:
+    async def _events(self, asked: openai.Asked, usage: openai.Usage) -> AsyncGenerator[Event, None]:
         try:
-            async with contextlib.aclosing(self._answering.answer(asked.generate)) as events:
+            answering = self._flex if asked.served == "flex" and self._flex is not None else self._answering
+            async with contextlib.aclosing(answering.answer(asked.generate, shown=asked.stream)) as events:
                 async for event in events:
                     if isinstance(event, wire.Began):
                         usage.prompt = event.prompt_tokens
                     elif isinstance(event, wire.Piece):
                         usage.made += len(event.ids)
+                    elif isinstance(event, Anew):
+                        usage.made = 0
                     yield event
         finally:
             self._watch.tokens(usage.prompt, usage.made)
@@ -177,6 +203,14 @@ def application(routes: list[BaseRoute]) -> Starlette:
         return failure(RequestError(f"{request.method} {request.url.path}: {what}", status=status))
 
     return Starlette(routes=routes, exception_handlers={HTTPException: http, 500: http})
+
+
+def refusal(error: FerError) -> Response:
+    """An error for an operator: in the same form, and beside it as :func:`fer.errors.from_dict` reads it."""
+    status = int(error.fields.get("status", 409)) if isinstance(error, RequestError) else 409
+    told = RequestError(str(error), status=status, code=error.fields.get("code") or type(error).__name__)
+    described = json.loads(json.dumps(error.to_dict(), default=str))
+    return JSONResponse({**openai.failure(told), "fer": described}, status_code=status)
 
 
 def failure(error: RequestError) -> Response:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from fer.errors import FerError, OutOfMemory
 from fer.standby.rankgroup import RankGroup
 from fer.standby.router import Target
+from fer.standby.version import Version
 from fer.standby.wire import Ready
 
-Role = Literal["starting", "standby", "promoting", "active", "draining", "backoff", "ending", "wedged", "stopped"]
+Role = Literal[
+    "starting",
+    "standby",
+    "promoting",
+    "active",
+    "batch",
+    "draining",
+    "paused",
+    "backoff",
+    "ending",
+    "wedged",
+    "stopped",
+]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 FREE_RESTARTS = 2
@@ -35,24 +51,41 @@ class Member:
         starts: engines that were started here; ``restarts``: those after the first.
         failures: deaths in a row of engines that were of no use before.
         last_error: of the last death, in one line; ``tail``: the last lines of that engine's output.
+        version: the model that its next engine is started on.
+        trial: its engine is the first of an update and has not made a token for a client yet; it is not started again.
+        stop: set when no further engine is wanted here; ``gone``: while there is none.
+        broken: the error that the last engine ended with, where it could say one.
         blame: why the supervisor itself ended the engine, ``""`` where it did not.
+        ordered: why its end was ordered, ``""`` where it was not: such an end is no failure.
         parked: its engine has no memory for answers, or starts without.
         unfit: why it could not be promoted, ``""`` where nobody tried or it may be tried again.
     """
 
     name: str
+    version: Version
+    trial: bool = False
     role: Role = "starting"
     since: float = field(default_factory=time.monotonic)
     starts: int = 0
     failures: int = 0
     last_error: str = ""
     tail: str = ""
+    broken: FerError | None = None
     blame: str = ""
+    ordered: str = ""
     parked: bool = False
     unfit: str = ""
     group: RankGroup | None = None
     target: Target | None = None
     ready: Ready | None = None
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def lacked(self) -> OutOfMemory | None:
+        """The memory its last engine did not find, where it ended of that."""
+        return self.broken if isinstance(self.broken, OutOfMemory) else None
 
     @property
     def restarts(self) -> int:
@@ -63,8 +96,37 @@ class Member:
         """The role, or ``"wedged"`` while a process does not end."""
         return "wedged" if self.group is not None and self.group.wedged else self.role
 
+    def begin(self, *, parked: bool) -> None:
+        """A new engine is started here; nothing that is said of the last one holds of it."""
+        self.blame = self.ordered = self.unfit = ""
+        self.ready, self.broken, self.parked = None, None, parked
+        self.starts += 1
+        self.gone.clear()
+        self.become("starting")
+
     def become(self, role: Role) -> None:
         self.role, self.since = role, time.monotonic()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def __post_init__(self) -> None:
+        self.gone.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for what is looked at again whenever the role changes."""
+        while not holds():
+            await self._changed.wait()
+
+    async def until_stop(self, work: Awaitable[Any]) -> Any:
+        """The work's result, or None when no further engine is wanted here before it comes."""
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            for waiting in (task, stop):
+                waiting.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
 
     def status(self, *, private: bool) -> dict[str, Any]:
         """For ``/status``; ``private`` adds what the engine wrote, which may tell more than its clients should see."""
@@ -83,6 +145,7 @@ class Member:
         return {
             "name": self.name,
             "role": self.state,
+            "version": self.version.number,
             "parked": self.parked,
             "seconds": round(time.monotonic() - self.since, 3),
             "processes": processes,

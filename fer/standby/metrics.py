@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from fer.standby.member import ROLES
 from fer.standby.outage import Outage
+from fer.standby.preemptible import Preemptible
 from fer.standby.router import Router
 from fer.standby.supervisor import STATES, Supervisor
 
@@ -44,9 +45,33 @@ class _Seen(Collector):
             states.add_metric([state], float(supervisor.state == state))
         yield states
         roles = GaugeMetricFamily("fer_members", "Engines by role", labels=["role"])
+        batch = [supervisor.batch.member] if supervisor.batch is not None else []
+        members = [*supervisor.members, *batch]
         for role in ROLES:
-            roles.add_metric([role], sum(member.state == role for member in supervisor.members))
+            roles.add_metric([role], sum(member.state == role for member in members))
         yield roles
+        text = "Updates to another model, by what became of them"
+        updates = CounterMetricFamily("fer_updates", text, labels=["result"])
+        updates.add_metric(["done"], supervisor.update.done)
+        updates.add_metric(["failed"], supervisor.update.failed)
+        yield updates
+        yield GaugeMetricFamily("fer_version", "Which model is served, counted from 1", value=self._number())
+        if supervisor.batch is not None:
+            yield from self._batch(supervisor.batch)
+
+    def _number(self) -> int:
+        return self._supervisor.succession.version.number
+
+    def _batch(self, batch: Preemptible) -> Iterator[Metric]:
+        text = "Requests of the batch engine under way, those that wait among them"
+        yield GaugeMetricFamily("fer_batch_requests_in_flight", text, value=batch.router.in_flight)
+        text = "Batch engines that were ended, by why: an engine lacked memory, or an operator's order"
+        ended = CounterMetricFamily("fer_batch_preemptions", text, labels=["why"])
+        for why in ("memory", "order"):
+            ended.add_metric([why], batch.preempted[why])
+        yield ended
+        text = "Answers that another batch engine completed"
+        yield CounterMetricFamily("fer_batch_answers_resumed", text, value=batch.router.resumed)
 
 
 class Metrics:
@@ -80,6 +105,13 @@ class Metrics:
             registry=registry,
         )
 
+        self._back_s = Histogram(
+            "fer_batch_back_seconds",
+            "Seconds from a batch engine's end to the next one that answers",
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+
     def watch(self, supervisor: Supervisor, router: Router) -> None:
         """Show what these two know as well."""
         self._registry.register(_Seen(supervisor, router))
@@ -100,6 +132,10 @@ class Metrics:
         self._active_s.observe((outage.active - outage.died) / 1e9)
         if outage.token:
             self._token_s.observe((outage.token - outage.died) / 1e9)
+
+    def batch_back(self, seconds: float) -> None:
+        """The batch engine answers again."""
+        self._back_s.observe(seconds)
 
     def text(self) -> bytes:
         """The exposition."""

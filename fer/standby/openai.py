@@ -43,8 +43,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
 }
 """Parameters of the API, with the values under which they ask for nothing; null always does."""
-_WITHOUT_EFFECT = ("user", "seed", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+_WITHOUT_EFFECT = ("user", "seed", "store", "metadata", "safety_identifier", "prompt_cache_key")
 """Parameters that change nothing of a greedy answer."""
+
+Tier = Literal["auto", "default", "flex", "priority", "scale"]
+"""What a client may ask for; ``flex`` may be preempted, and here the rest are one."""
 
 Positive = Annotated[int, Meta(ge=1, le=1 << 31)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -72,6 +75,7 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     stop: Stop | Annotated[list[Stop], Meta(max_length=4)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    service_tier: Tier | None = None
 
 
 class _Completion(_Common, forbid_unknown_fields=True, kw_only=True):
@@ -94,6 +98,7 @@ class Asked:
         generate: what to ask the engine.
         model: as the client names it.
         stream, usage: pieces as they come; figures after the last of them.
+        tier: as asked, None where the client did not ask; ``served`` the one that it got, ``""`` where it is not told.
     """
 
     kind: Literal["completion", "chat"]
@@ -101,6 +106,8 @@ class Asked:
     generate: wire.Generate
     stream: bool
     usage: bool
+    tier: Tier | None = None
+    served: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -143,7 +150,8 @@ def chat(body: bytes) -> Asked:
 
 def _asked(kind: Literal["completion", "chat"], asked: _Common, generate: wire.Generate) -> Asked:
     usage = asked.stream_options is not None and asked.stream_options.include_usage
-    return Asked(kind=kind, model=asked.model, generate=generate, stream=bool(asked.stream), usage=usage)
+    stream, tier = bool(asked.stream), asked.service_tier
+    return Asked(kind=kind, model=asked.model, generate=generate, stream=stream, usage=usage, tier=tier)
 
 
 def _stops(asked: _Common) -> list[str]:
@@ -252,4 +260,5 @@ def failure(error: RequestError) -> dict[str, Any]:
 
 def _head(asked: Asked, chunk: str) -> dict[str, Any]:
     prefix, kind = ("chatcmpl", "chat.completion" + chunk) if asked.kind == "chat" else ("cmpl", "text_completion")
-    return {"id": f"{prefix}-{asked.id}", "object": kind, "created": asked.created, "model": asked.model}
+    tier = {"service_tier": asked.served} if asked.served else {}
+    return {"id": f"{prefix}-{asked.id}", "object": kind, "created": asked.created, "model": asked.model, **tier}

@@ -37,7 +37,9 @@ class Target:
 
     Attributes:
         heard: when it last said anything, seconds of :func:`time.monotonic`.
-        answered: whether it has made a token for anybody.
+        first: set when it has made a token for anybody.
+        weights: what its model's files are: one with other weights does not complete its answers.
+        dismissed: its end was ordered, so that no request is to blame for it.
         streams: requests it has now.
         idle: set while it has none.
     """
@@ -45,12 +47,19 @@ class Target:
     name: str
     path: Path
     heard: float = field(default_factory=time.monotonic)
-    answered: bool = False
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+    weights: str = ""
+    dismissed: bool = False
     streams: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.idle.set()
+
+    @property
+    def answered(self) -> bool:
+        """Whether it has made a token for anybody."""
+        return self.first.is_set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +71,22 @@ class RouterLimits:
         wait_s: seconds a request waits for an active worker.
         stall_s: seconds without any word of a worker that has work, after which it counts as hung.
         attempts: workers that may die under one request: more, and the request is what kills them.
+        flag: what an operator sets ``requests`` by.
     """
 
     requests: int = 64
     wait_s: float = 60.0
     stall_s: float = 300.0
     attempts: int = 3
+    flag: str = "--queue"
+
+
+@dataclass(frozen=True)
+class Anew:
+    """The answer is begun again by an engine with other weights: forget what came of it. No client has seen any."""
+
+
+Event = wire.Event | Anew
 
 
 class WorkerGone(Exception):
@@ -87,12 +106,15 @@ class Router:
     Attributes:
         resumed: answers that another worker went on with; ``retried``: requests that one began again.
         differed: resumed answers whose tokens came out otherwise the second time, and were read instead.
+        shown: answers under way of which a client has seen something: only engines with the same weights can go on
+            with them.
     """
 
     def __init__(self, limits: RouterLimits, resume: Resume, stalled: Callable[[Target], None]) -> None:
         self.limits, self.resume = limits, resume
         self.active: Target | None = None
         self.in_flight = self.resumed = self.retried = self.differed = 0
+        self.shown = 0
         self.on_token: Callable[[], None] | None = None
         self._stalled = stalled
         self._changed = asyncio.Event()
@@ -108,6 +130,10 @@ class Router:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def change(self) -> None:
+        """Wait until another worker is active, or none."""
+        await self._changed.wait()
+
     def close(self, why: str) -> None:
         """Take no more requests. Those that are under way go on."""
         self._closed = why
@@ -120,10 +146,14 @@ class Router:
 
     # -- what the front does
 
-    async def answer(self, request: wire.Generate) -> AsyncGenerator[wire.Event, None]:
+    async def answer(self, request: wire.Generate, *, shown: bool = True) -> AsyncGenerator[Event, None]:
         """The events of one request, whatever becomes of its workers: Began, Pieces, Ended.
 
         Closing the iterator ends the generation.
+
+        Args:
+            shown: the client sees pieces as they come. If not, and the next engine has other weights, the answer is
+                begun again there, which :class:`Anew` says.
 
         Raises:
             RequestError: the request is refused, there is no room, no worker came in time, or an answer was cut off.
@@ -133,53 +163,56 @@ class Router:
         if self.in_flight >= self.limits.requests:
             raise RequestError(
                 f"{self.in_flight} requests are under way, which is the most",
-                fix="Try again later, or raise --queue",
+                fix=f"Try again later, or raise {self.limits.flag}",
                 status=429,
                 code="queue_full",
                 retry_after=1,
             )
         self.in_flight += 1
         self._idle.clear()
+        under_way = _Answer(request, shown)
         try:
-            async with contextlib.aclosing(self._through_deaths(request)) as events:
+            async with contextlib.aclosing(self._through_deaths(under_way)) as events:
                 async for event in events:
                     yield event
         finally:
+            self.shown -= under_way.seen
             self.in_flight -= 1
             if not self.in_flight:
                 self._idle.set()
 
-    async def _through_deaths(self, request: wire.Generate) -> AsyncGenerator[wire.Event, None]:
-        known: list[int] = []
-        begun = False
+    async def _through_deaths(self, answer: _Answer) -> AsyncGenerator[Event, None]:
         deaths = 0
         while True:
             target = await self._target()
-            # Known tokens are part of what the next worker is asked; an answer without any is simply begun again.
-            asked = msgspec.structs.replace(request, known=[*known], replay=self.resume == "retry" and bool(known))
+            if answer.known and answer.weights != target.weights:
+                answer.begin_anew()  # raises where a client has seen tokens of the other model
+                yield Anew()
+            answer.weights = target.weights
             try:
-                async with contextlib.aclosing(self._ask(target, asked)) as events:
+                async with contextlib.aclosing(self._ask(target, answer.asked(self.resume))) as events:
                     async for event in events:
                         if isinstance(event, wire.Failed):
                             raise _failed(event)
                         if isinstance(event, wire.Began):
-                            if begun:
+                            if answer.begun:
                                 continue
-                            begun = True
+                            answer.begun = True
                         elif isinstance(event, wire.Differed):
                             self.differed += 1
                             log.warning("an answer came out otherwise at token %d when it was resumed", event.place)
                             continue
                         elif isinstance(event, wire.Piece):
-                            known += event.ids
+                            self.shown += answer.take(event)
                         yield event
                         if isinstance(event, wire.Ended):
                             return
             except WorkerGone:
-                deaths += 1
-                self._give_up(bool(known), deaths)
-                self.resumed += bool(known)
-                self.retried += not known
+                if not target.dismissed:
+                    deaths += 1
+                    self._give_up(bool(answer.known), deaths)
+                self.resumed += bool(answer.known)
+                self.retried += not answer.known
                 await self._notice(target)
 
     def _give_up(self, delivered: bool, deaths: int) -> None:
@@ -255,11 +288,54 @@ class Router:
             raise WorkerGone
         target.heard = time.monotonic()
         event = wire.event(data)
-        target.answered = target.answered or isinstance(event, wire.Piece)
+        if isinstance(event, wire.Piece):
+            target.first.set()
         if self.on_token is not None and isinstance(event, wire.Piece):
             told, self.on_token = self.on_token, None
             told()
         return event
+
+
+@dataclass
+class _Answer:
+    """What is known of one answer.
+
+    Attributes:
+        known: its tokens; ``weights`` those of the engine that made them.
+        begun: its first word was passed on; ``seen``: a client has had some of it.
+    """
+
+    request: wire.Generate
+    shown: bool
+    known: list[int] = field(default_factory=list)
+    weights: str = ""
+    begun: bool = False
+    seen: bool = False
+
+    def asked(self, resume: Resume) -> wire.Generate:
+        """The request for the next engine: known tokens are part of it; an answer without any is simply begun again."""
+        replay = resume == "retry" and bool(self.known)
+        return msgspec.structs.replace(self.request, known=[*self.known], replay=replay)
+
+    def take(self, piece: wire.Piece) -> bool:
+        """Note a piece; whether it is the first that a client sees."""
+        self.known += piece.ids
+        first = self.shown and not self.seen
+        self.seen = self.seen or self.shown
+        return first
+
+    def begin_anew(self) -> None:
+        """Forget what is known. Raises RequestError where a client has seen it."""
+        if self.seen:
+            raise RequestError(
+                "the model was updated in the middle of this answer",
+                why="the engine that answers now has other weights, and does not go on with another model's words",
+                fix="Ask again",
+                status=502,
+                code="model_updated",
+            )
+        self.known.clear()
+        self.begun = False
 
 
 async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

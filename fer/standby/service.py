@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 import logging
 import os
@@ -11,7 +12,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from fer import paths
-from fer.errors import CheckpointError, OptionError, RequestError
+from fer.engines.devices import named
+from fer.errors import CheckpointError, OptionError
 from fer.memory import fdpass
 from fer.standby.admin import ADMIN
-from fer.standby.front import BODY_LIMIT, Front, application, failure
+from fer.standby.eviction import evict
+from fer.standby.front import BODY_LIMIT, Front, application
 from fer.standby.metrics import CONTENT_TYPE, Metrics
+from fer.standby.operators import Operators
 from fer.standby.process import Command, Spawn, through
+from fer.standby.rank_commands import of_ranks
 from fer.standby.router import RESUMES, Resume, Router, RouterLimits, Target
 from fer.standby.supervisor import Commands, State, Supervisor, SupervisorLimits
+from fer.standby.version import Version
 from fer.weights.keeper import notify
 from fer.weights.keeper.process import apart, born, settings_file
 from fer.weights.keeper.sockets import choose_dir
@@ -38,6 +44,8 @@ from fer.weights.keeper.sockets import choose_dir
 log = logging.getLogger("fer.standby")
 
 BACKLOG = 1024
+BATCH_ROUTER = RouterLimits(requests=256, wait_s=600.0, flag="--batch-queue")
+"""Requests that can wait do so longer, and more of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +57,11 @@ class Settings:
         port: 0 takes a free one.
         batch_sizes: rows the engine decodes at a time; empty: one answer at a time.
         standbys: further engines that have recovered and wait.
+        tp: tensor-parallel ranks of an engine, a process each; ``device`` may then name one for each.
         resume: see :class:`fer.standby.router.Router`.
         launcher: the name of the launcher that starts engines, ``auto`` or ``off``.
+        batch: keep a preemptible engine for requests of the tier ``flex``, with ``batch_max_length`` (None: as online)
+            and ``batch_rows``, the batch sizes of its own; ``batch_router`` is for its requests.
         runtime_dir: where the private directory of sockets is made.
     """
 
@@ -63,8 +74,13 @@ class Settings:
     max_length: int = 1024
     batch_sizes: tuple[int, ...] = ()
     standbys: int = 0
+    tp: int = 1
     resume: Resume = "retry"
     launcher: str = "auto"
+    batch: bool = False
+    batch_max_length: int | None = None
+    batch_rows: tuple[int, ...] = ()
+    batch_router: RouterLimits = BATCH_ROUTER
     body_limit: int = BODY_LIMIT
     runtime_dir: Path | None = None
     router: RouterLimits = field(default_factory=RouterLimits)
@@ -82,8 +98,14 @@ class Settings:
             raise OptionError(f"port {self.port} cannot be", fix="Give a number from 0 to 65535")
         if self.standbys < 0 or self.router.requests < 1:
             raise OptionError("fewer than no standbys or no requests at all cannot be", fix="Raise the number")
-        if any(size < 1 for size in self.batch_sizes) or len(set(self.batch_sizes)) != len(self.batch_sizes):
-            raise OptionError(f"batch sizes {self.batch_sizes} cannot be", fix="Give different numbers from 1 on")
+        for sizes in (self.batch_sizes, self.batch_rows):
+            if any(size < 1 for size in sizes) or len(set(sizes)) != len(sizes):
+                raise OptionError(f"batch sizes {sizes} cannot be", fix="Give different numbers from 1 on")
+        if self.batch_router.requests < 1:
+            raise OptionError("no requests at all cannot be", fix="Raise --batch-queue")
+        if self.tp < 1:
+            raise OptionError(f"an engine of {self.tp} ranks cannot be", fix="Give --tp a number from 1 on")
+        named(self.device, self.tp)
         try:
             (self.model / "config.json").stat()
         except OSError as error:
@@ -105,19 +127,29 @@ def worker(settings: Settings) -> Commands:
         arguments += ["--dtype", settings.dtype, "--max-length", str(settings.max_length)]
         if settings.batch_sizes:
             arguments += ["--batch-sizes", ",".join(map(str, settings.batch_sizes))]
-        return [Command(arguments=tuple(arguments), environment=variables)]
+        return of_ranks(Command(arguments=tuple(arguments), environment=variables), path, settings.tp)
 
     return commands
 
 
-def serve(settings: Settings, *, commands: Commands | None = None, spawn: Spawn | None = None) -> None:
+def preemptible(settings: Settings) -> Settings:
+    """The settings as the batch engine's."""
+    length = settings.batch_max_length or settings.max_length
+    return dataclasses.replace(settings, max_length=length, batch_sizes=settings.batch_rows or settings.batch_sizes)
+
+
+Engine = Callable[[Settings], Commands]
+"""What an engine of some settings is."""
+
+
+def serve(settings: Settings, *, engine: Engine = worker, spawn: Spawn | None = None) -> None:
     """Serve until SIGTERM or SIGINT, and end everything that was started.
 
     The address is written to stdout, one line, as soon as requests are taken there; the first engine still starts then.
 
     Args:
-        commands, spawn: what an engine is and how it is started; by default :func:`worker`, through a launcher where
-            one fits.
+        engine: what an engine is.
+        spawn: how it is started; by default through a launcher where one fits.
 
     Raises:
         OptionError: a setting is wrong, or the port is taken.
@@ -129,15 +161,16 @@ def serve(settings: Settings, *, commands: Commands | None = None, spawn: Spawn 
     base, _ = choose_dir(settings.runtime_dir)
     started = spawn or through(settings.launcher, settings.runtime_dir)
     with _listen(settings.host, settings.port) as public, _folder(base) as folder, _admin(folder) as admin:
-        service = Service(settings, folder, commands or worker(settings), started)
+        service = Service(settings, folder, engine, started)
         asyncio.run(service.run(public, admin))
 
 
 class Service:
     """The parts of one ``fer serve``, in one event loop."""
 
-    def __init__(self, settings: Settings, folder: Path, commands: Commands, spawn: Spawn) -> None:
-        self._settings, self._folder, self._commands, self._spawn = settings, folder, commands, spawn
+    def __init__(self, settings: Settings, folder: Path, engine: Engine, spawn: Spawn) -> None:
+        self._settings, self._folder, self._engine, self._spawn = settings, folder, engine, spawn
+        self._versions = 0
         self._name = settings.name or settings.model.resolve().name
         self._said: State | None = None
         self._notifier: notify.Notifier | None = None
@@ -147,20 +180,27 @@ class Service:
         settings = self._settings
         metrics = Metrics()
         self._router = Router(settings.router, settings.resume, self._stalled)
+        self._batch: Router | None = None
+        if settings.batch:  # what can wait is always made again to the same bits: nobody is in a hurry
+            self._batch = Router(settings.batch_router, "retry", self._batch_stalled)
         self._supervisor = Supervisor(
-            self._commands,
+            self._version(settings.model),
             self._folder,
             self._spawn,
             self._router,
+            batch=self._batch,
             members=1 + settings.standbys,
             service=f"{self._name} at {_address(public)}",
             limits=settings.supervisor,
             tell=self._tell,
             outages=metrics.outage,
+            back=metrics.batch_back,
+            evict=lambda edition: asyncio.to_thread(evict, edition, settings.runtime_dir),
         )
         metrics.watch(self._supervisor, self._router)
         self._metrics = metrics
-        front = Front(self._router, self._name, metrics, body_limit=settings.body_limit)
+        self._operators = Operators(self._supervisor, self._version)
+        front = Front(self._router, self._name, metrics, flex=self._batch, body_limit=settings.body_limit)
         self._ending = asyncio.Event()
         if not _is_loopback(public):
             log.warning("%s can be reached from outside, and asks nobody who they are", _address(public))
@@ -171,6 +211,18 @@ class Service:
                 sys.stdout.flush()
                 log.info("serving %s at %s, admin socket %s", self._name, _address(public), self._folder / ADMIN)
                 await self._supervise()
+
+    def _version(self, model: Path) -> Version:
+        """The next version, of this folder. Raises OptionError or CheckpointError where it cannot be one."""
+        chosen = dataclasses.replace(self._settings, model=model)
+        chosen.check()
+        self._versions += 1
+        return Version(
+            model=model.absolute(),
+            number=self._versions,
+            online=self._engine(chosen),
+            batch=self._engine(preemptible(chosen)) if chosen.batch else None,
+        )
 
     async def _supervise(self) -> None:
         running = asyncio.create_task(self._supervisor.run())
@@ -188,8 +240,11 @@ class Service:
     async def _drain(self) -> None:
         """Answers that are under way get their time; a second signal ends it."""
         self._supervisor.drain()
+        # Answers of the batch engine are not waited for by name: those that end in the same time do.
         log.info("ending: %d requests are under way", self._router.in_flight)
-        drained = asyncio.create_task(self._router.idle(self._settings.supervisor.drain_s))
+        limit_s = self._settings.supervisor.drain_s
+        routers = [router for router in (self._router, self._batch) if router is not None]
+        drained = asyncio.ensure_future(asyncio.gather(*(router.idle(limit_s) for router in routers)))
         again = asyncio.create_task(self._ending.wait())
         await asyncio.wait((drained, again), return_when=asyncio.FIRST_COMPLETED)
         for task in (drained, again):
@@ -197,6 +252,10 @@ class Service:
 
     def _stalled(self, target: Target) -> None:
         self._supervisor.stalled(target)
+
+    def _batch_stalled(self, target: Target) -> None:
+        assert self._supervisor.batch is not None
+        self._supervisor.batch.stalled(target)
 
     # -- what it says of itself
 
@@ -214,7 +273,7 @@ class Service:
             *self._routes()[:3],
             Route("/status", self._private_status),
             Route("/metrics", self._figures),
-            Route("/admin/switch", self._switch, methods=["POST"]),
+            *self._operators.routes(),
         ]
 
     async def _live(self, request: Request) -> Response:
@@ -244,12 +303,6 @@ class Service:
 
     async def _figures(self, request: Request) -> Response:
         return Response(self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
-
-    async def _switch(self, request: Request) -> Response:
-        try:
-            return JSONResponse({"active": await self._supervisor.switch()})
-        except RequestError as error:
-            return failure(error)
 
     # -- the service manager and signals
 

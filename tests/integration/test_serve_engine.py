@@ -22,6 +22,7 @@ from fer.standby.router import Resume, Router, RouterLimits
 from fer.standby.scheduler import Job, OneRow, Scheduler, SlotRows
 from fer.standby.supervisor import Supervisor
 from fer.standby.text import TextStream
+from fer.standby.version import Version
 from fer.weights.client import KeeperClient
 from tests.support import engine_models, serve_models, zygote
 from tests.support.processes import kill_and_wait
@@ -80,7 +81,7 @@ class Serving:
         self.outages: list[Outage] = []
         self.router = Router(RouterLimits(wait_s=LIMIT_S), resume, lambda target: None)
         spawn: Any = _Child
-        self.supervisor = Supervisor(commands, sockets, spawn, self.router, outages=self.outages.append)
+        self.supervisor = Supervisor(Version(online=commands), sockets, spawn, self.router, outages=self.outages.append)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Serving]:

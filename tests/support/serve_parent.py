@@ -12,10 +12,11 @@ from pathlib import Path
 from fer.cli.output import guarded
 from fer.standby import member
 from fer.standby.process import Command
+from fer.standby.rank_commands import of_ranks
 from fer.standby.rankgroup import Limits
 from fer.standby.router import RouterLimits
 from fer.standby.service import Settings, serve
-from fer.standby.supervisor import SupervisorLimits
+from fer.standby.supervisor import Commands, SupervisorLimits
 
 
 def main() -> None:
@@ -27,17 +28,21 @@ def main() -> None:
     router = RouterLimits(**{name: asked.pop(name) for name in ("requests", "wait_s", "stall_s") if name in asked})
     member.FIRST_DELAY_S = asked.pop("first_delay_s", member.FIRST_DELAY_S)
 
-    def commands(path: Path) -> Sequence[Command]:
-        # As a file, without what -m would import before: it starts in a moment.
-        arguments = (sys.executable, "-m", module, "--socket", str(path), "--rows", rows)
-        return [Command(arguments=arguments, environment=dict(os.environ))]
+    def engine(settings: Settings) -> Commands:
+        def commands(path: Path) -> Sequence[Command]:
+            # As a file, without what -m would import before: it starts in a moment.
+            arguments = (sys.executable, "-m", module, "--socket", str(path), "--rows", rows)
+            environment = {**os.environ, "TEST_MODEL": str(settings.model)}
+            return of_ranks(Command(arguments=arguments, environment=environment), path, settings.tp)
+
+        return commands
 
     logging.basicConfig(format="fer: %(message)s", level=logging.INFO)
     settings = Settings(model=Path(asked.pop("model")), port=asked.pop("port", 0), router=router, supervisor=supervisor)
     for name, value in asked.items():
         object.__setattr__(settings, name, value)
     with guarded():
-        serve(settings, commands=commands)
+        serve(settings, engine=engine)
     assert "torch" not in sys.modules, "the supervisor must not need torch"
 
 

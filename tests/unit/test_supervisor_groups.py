@@ -18,6 +18,7 @@ from fer.standby.process import Command, through
 from fer.standby.rankgroup import Limits
 from fer.standby.router import Router, RouterLimits
 from fer.standby.supervisor import Supervisor, SupervisorLimits
+from fer.standby.version import Version
 from tests.unit.test_supervisor_processes import READY, gone, play
 
 QUICK = SupervisorLimits(end=Limits(term_s=0.05, kill_s=0.05))
@@ -29,7 +30,7 @@ def supervisor(folder: Path, limits: SupervisorLimits, ranks: int = 2) -> Superv
         return [Command(arguments=(sys.executable, "-c", READY, str(rank))) for rank in range(ranks)]
 
     router = Router(RouterLimits(), "retry", lambda target: None)
-    return Supervisor(commands, folder, through("off"), router, limits=limits)
+    return Supervisor(Version(online=commands), folder, through("off"), router, limits=limits)
 
 
 def pids(service: Supervisor) -> list[int]:

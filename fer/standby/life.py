@@ -1,0 +1,192 @@
+"""One engine from its start to its end; what it is for in between others decide."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fer.errors import EngineDied, FerError
+from fer.standby import wire
+from fer.standby.member import STABLE_S, Member
+from fer.standby.process import Command, Process, Spawn
+from fer.standby.rankgroup import Limits, RankGroup, explain
+from fer.standby.router import Target
+from fer.standby.version import Version
+
+log = logging.getLogger("fer.standby")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorLimits:
+    """How long.
+
+    Attributes:
+        start_s: seconds from a start to readiness, after which it counts as failed.
+        drain_s: seconds that running answers have before a switch or the end.
+        promote_s: seconds a standby has to get the service, the end of those before it included.
+        settle_s: seconds without a request after which the first engine of an update counts as proven.
+        end: for the end of a process.
+    """
+
+    start_s: float = 1800.0
+    drain_s: float = 30.0
+    promote_s: float = 20.0
+    settle_s: float = 3.0
+    end: Limits = field(default_factory=Limits)
+
+
+class Lives:
+    """Starts the engines of a service, and sees that they end.
+
+    Args:
+        folder: private directory for the engines' sockets.
+        spawn: how processes are started.
+        tell: called after every change.
+
+    Attributes:
+        restarts: engines that were started again, since the beginning.
+        last_error: of the last failure of any engine.
+    """
+
+    def __init__(self, folder: Path, spawn: Spawn, limits: SupervisorLimits, tell: Callable[[], None]) -> None:
+        self._folder, self._spawn, self._limits, self._tell = folder, spawn, limits, tell
+        self.restarts = 0
+        self.last_error = ""
+
+    async def run(
+        self,
+        member: Member,
+        commands: Callable[[Path], Sequence[Command]],
+        stand: wire.Stand,
+        *,
+        ready: Callable[[], None],
+        leave: Callable[[Process | None], None],
+    ) -> bool:
+        """One engine, until it ends or ``member.stop`` is set and it has been ended.
+
+        Args:
+            commands, stand: what is started, and how it is to stand by.
+            ready: called when it is ready; its member has a target from then on.
+            leave: called when it is gone or is to go, with the process that died, None where none did.
+
+        Returns:
+            whether it was of use: it answered, or was ready for a while.
+        """
+        version = member.version
+        member.begin(parked=stand.parked)
+        self.restarts += member.starts > 1
+        path = self._folder / f"{member.name}-{member.starts}.sock"
+        group = member.group = RankGroup(commands(path), self._spawn, self._limits.end, stand)
+        self._tell()
+        ready_at, target = 0.0, None
+        died: Process | None = None
+        try:
+            weights = await asyncio.to_thread(version.weights)
+            try:
+                await group.start()
+            except (OSError, FerError) as error:
+                member.broken = error if isinstance(error, FerError) else None
+                self.failed(member, str(error))
+                return False
+            if member.ordered:
+                group.kill()  # it came too late for who gave that order
+            first = group.processes[0]
+            log.info("%s: process %s started, via=%s: %s", member.name, _pids(group), first.how, first.why_so)
+            died = await self._start(member, version, group)
+            if died is None and member.ready is not None:
+                same = await asyncio.to_thread(version.weights) == weights
+                # Files that changed while it read them prove nothing: such an engine is like no other.
+                target = member.target = Target(member.name, path, weights=weights if weights and same else path.name)
+                ready_at = time.monotonic()
+                ready()
+                died = await member.until_stop(group.death())
+        finally:
+            leave(died)
+            lived_s = time.monotonic() - ready_at if ready_at else 0.0
+            if group.processes:
+                if not member.stop.is_set():
+                    member.become("ending")
+                await group.end(at_once=died is not None)
+                if died is not None:
+                    await self._explain(member, died)
+            path.unlink(missing_ok=True)
+            member.gone.set()
+        return lived_s >= STABLE_S or (target is not None and target.answered)
+
+    async def _start(self, member: Member, version: Version, group: RankGroup) -> Process | None:
+        """Wait until the engine is ready; the process that ended instead, if one did."""
+        ready, death = asyncio.ensure_future(group.ready()), asyncio.ensure_future(group.death())
+        try:
+            await member.until_stop(
+                asyncio.wait([ready, death], timeout=self._limits.start_s, return_when=asyncio.FIRST_COMPLETED)
+            )
+            if death.done():
+                return death.result()
+            if ready.done():
+                member.ready = ready.result()
+                version.note(member.ready)
+                log.info("%s is ready after %.3f s", member.name, member.ready.report.get("total_s", 0.0))
+            elif not member.stop.is_set():
+                member.blame = f"it was not ready after {self._limits.start_s:g} s"
+                self.failed(member, member.blame)
+                group.kill()
+                return await death
+            return None
+        finally:
+            for task in (ready, death):
+                task.cancel()
+            await asyncio.gather(ready, death, return_exceptions=True)
+
+    async def dismiss(self, member: Member, why: str) -> bool:
+        """SIGKILL a member's engine by order, and wait until it is gone with its memory.
+
+        Returns:
+            whether there was one that is gone now; not so where the kernel does not let go of it in time.
+        """
+        if member.gone.is_set() or member.group is None:
+            return False
+        member.ordered = member.ordered or why
+        if member.target is not None:
+            member.target.dismissed = True  # no request is to blame for this death
+        member.group.kill()  # of one that is only being started, run() does the rest
+        try:
+            await asyncio.wait_for(member.gone.wait(), self._limits.end.kill_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def failed(self, member: Member, why: str) -> None:
+        """Say why an engine is of no use just now."""
+        member.last_error = self.last_error = why
+        log.warning("%s: %s", member.name, why)
+        self._tell()
+
+    async def _explain(self, member: Member, died: Process) -> None:
+        if member.ordered:
+            log.info("%s was ended: %s", member.name, member.ordered)
+            return
+        error = await explain(died)
+        member.tail, member.broken = died.tail, died.broken
+        self.failed(member, f"{error.why} ({member.blame})" if member.blame else error.why)
+
+
+async def abandon(members: Sequence[Member]) -> EngineDied:
+    """Let go of processes that SIGKILL did not end; the error that says which."""
+    groups = [member.group for member in members if member.group is not None]
+    left = [process for group in groups for process in group.wedged]
+    for group in groups:
+        await group.close()
+    return EngineDied(
+        "not every process ended after SIGKILL",
+        why=", ".join(f"{process.pid}: {process.stuck()}" for process in left),
+        fix="The kernel or a driver holds them: look at the GPU with nvidia-smi and at the kernel's log",
+        pid=left[0].pid if left else 0,
+    )
+
+
+def _pids(group: RankGroup) -> str:
+    return ", ".join(str(process.pid) for process in group.processes)

@@ -1,0 +1,64 @@
+"""A model as a service's engines are started on it, and the proof that two engines have the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fer.standby.process import Command
+from fer.standby.wire import Ready
+
+Commands = Callable[[Path], Sequence[Command]]
+"""The commands, one a rank, of an engine whose rank 0 is to answer at a socket."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Version:
+    """One model folder that engines are started on. An update brings the next one, of the same folder even.
+
+    Attributes:
+        online: what an engine that may claim the service is; ``batch`` the preemptible one, None where there is none.
+        model: the folder, None where the engines have none.
+        number: 1 for the first.
+        editions: what the keeper holds of it, as far as its engines said; ``published``: by these engines themselves.
+    """
+
+    online: Commands
+    batch: Commands | None = None
+    model: Path | None = None
+    number: int = 1
+    editions: set[str] = field(default_factory=set)
+    published: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        return f"version {self.number}" + (f" ({self.model.name})" if self.model is not None else "")
+
+    def note(self, ready: Ready) -> None:
+        """One of its engines is ready: remember the edition that its weights are part of."""
+        for stage in ready.report.get("stages", []):
+            edition = (stage.get("details") or {}).get("edition")
+            if stage["name"] == "weights" and edition:
+                self.editions.add(str(edition))
+                if stage["path"] != "attached":
+                    self.published.add(str(edition))
+
+    def weights(self) -> str:
+        """What the model's files are just now: engines that were started on equal ones answer alike.
+
+        Files are told apart by device, inode, size and time of change, not read: two that differ here may hold the
+        same, and an answer is then not completed by the other engine. Blocks as the file system does.
+        """
+        if self.model is None:
+            return f"version {self.number}"
+        digest = hashlib.sha256(str(self.model.absolute()).encode())
+        try:
+            with os.scandir(self.model) as entries:
+                found = sorted((entry.name, entry.stat()) for entry in entries if entry.is_file())
+        except OSError:
+            return ""
+        for name, stat in found:
+            digest.update(repr((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)).encode())
+        return digest.hexdigest()[:16]
