@@ -107,14 +107,16 @@ def _member(out: Any, name: str, data: bytes) -> None:
 
 def _header(name: str, size: int) -> bytes:
     """A tar header (POSIX ustar) without times and owners."""
-    fields = (
-        name.encode("ascii").ljust(100, b"\0"),
-        *(b"0000644\0", b"0000000\0", b"0000000\0", b"%011o\0" % size, b"00000000000\0"),  # mode, ids, size, time
-        *(b"        ", b"0", bytes(100), b"ustar\x0000"),  # room for the checksum, a regular file, no link
-    )
-    block = bytearray(b"".join(fields).ljust(_BLOCK, b"\0"))
-    block[148:156] = b"%06o\0 " % sum(block)
-    return bytes(block)
+    named, sized = name.encode("ascii"), b"%011o" % size
+    checksum = b"%06o\0 " % (_BARE_SUM + sum(named) + sum(sized))
+    return b"".join((named.ljust(100, b"\0"), _BEFORE_SIZE, sized, _BEFORE_SUM, checksum, _BEHIND))
+
+
+_BEFORE_SIZE: Final = b"0000644\0" + 2 * b"0000000\0"  # mode and ids
+_BEFORE_SUM: Final = b"\0" + b"00000000000\0"  # the time
+_BEHIND: Final = (b"0" + bytes(100) + b"ustar\x0000").ljust(_BLOCK - 156, b"\0")  # a regular file, no link
+_BARE_SUM: Final = sum(_BEFORE_SIZE + _BEFORE_SUM + 8 * b" " + _BEHIND)
+"""Of a header without a name and a size; its own field counts as blanks."""
 
 
 class Reader:
@@ -171,23 +173,36 @@ class Reader:
             wanted: digest and size of each, as the manifest tells them.
         """
         for digest, size in wanted:
-            data = self._named(BLOBS + digest, size, exact=True)
+            data = self._blob(BLOBS + digest, size)
             if hashlib.sha256(data).hexdigest() != digest:
                 raise self.bad(BLOBS + digest, "its checksum does not match")
             yield digest, data
         if self._exactly(len(_END), "the end") != _END or self._read(1):
             raise self.bad("the end", "there is more in it than its manifest says")
 
-    def _named(self, name: str, most: int, *, exact: bool = False) -> bytes:
-        header = self._exactly(_BLOCK, name)
-        # Most are exactly what they must be; the others are looked at to say what is wrong.
-        found, size = (name, most) if exact and header == _header(name, most) else self._parse(header)
+    def _blob(self, name: str, size: int) -> bytes:
+        """A member of exactly this name and size, in one read."""
+        padding = bytes(-size % _BLOCK)
+        whole = self._read(_BLOCK + size + len(padding))
+        header, data = whole[:_BLOCK], whole[_BLOCK : _BLOCK + size]
+        if header != _header(name, size):  # looked at only to say what is wrong
+            if len(header) < _BLOCK:
+                raise self.truncated(name)
+            found, told = self._parse(header)
+            why = f"{found or 'the end'} stands in its place" if found != name else f"it has {told} bytes"
+            raise self.bad(name, why if found != name else f"{why} instead of {size}")
+        if len(whole) < _BLOCK + size + len(padding):
+            raise self.truncated(name)
+        if whole[_BLOCK + size :] != padding:
+            raise self.bad(name, "its padding is not empty")
+        return data
+
+    def _named(self, name: str, most: int) -> bytes:
+        found, size = self._parse(self._exactly(_BLOCK, name))
         if found != name:
             raise self.bad(name, f"{found or 'the end'} stands in its place")
         if size > most:
             raise self.hostile(f"{name} has {size} bytes; {most} is the most")
-        if exact and size != most:
-            raise self.bad(name, f"it has {size} bytes instead of {most}")
         data = self._exactly(size, name)
         if any(self._exactly(-size % _BLOCK, name)):
             raise self.bad(name, "its padding is not empty")
@@ -220,7 +235,7 @@ class Reader:
     def _exactly(self, count: int, what: str) -> bytes:
         data = self._read(count)
         if len(data) != count:
-            raise self.bad(what, "the file ends before it: it is truncated")
+            raise self.truncated(what)
         return data
 
     def _read(self, count: int) -> bytes:
@@ -233,6 +248,10 @@ class Reader:
             raise self.bad("the compressed data", str(error)) from error
         except OSError as error:
             raise self.bad("file", error.strerror or str(error)) from error
+
+    def truncated(self, section: str) -> ArchiveError:
+        """The error for a file that was cut off."""
+        return self.bad(section, "the file ends before it: it is truncated")
 
     def bad(self, section: str, why: str) -> ArchiveError:
         """The error for damage."""

@@ -15,11 +15,11 @@ the compilation that follows replaces each of them.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +35,10 @@ SCHEMA: Final = 1
 KEPT_DAMAGED: Final = 64
 """Entries the quarantine holds at most; beyond that damage is only reported."""
 
+_KEY: Final = re.compile(r"[A-Z2-7]{51}[AQ]")
+"""52 digits of five bits hold 256 and four that are zero."""
+
+_DIGITS: Final = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789abcdefghijklmnopqrstuv")
 _BINARIES: Final = {"cubin": elf.CUDA, "hsaco": elf.AMDGPU}
 MEMBERS: Final = frozenset({"source", "ttir", "ttgir", "llir", "ptx", "amdgcn", "glir", "json", *_BINARIES})
 """Extensions of a group's files; what has another one is a file on its own, such as a host library."""
@@ -248,10 +252,10 @@ def check_key(key: str, metadata: bytes) -> None:
         hashed = content["hash"]
         if not isinstance(content["target"], dict) or not isinstance(content["name"], str):
             raise Odd("its metadata are incomplete")
-        found = folder_of(hashed)
+        hashed = bytes.fromhex(hashed)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise Odd("its metadata are incomplete") from error
-    if is_key(key) and found != key:
+    if is_key(key) and _bits(key) != hashed:
         raise Odd("it lies under another kernel's key")
 
 
@@ -262,10 +266,12 @@ def folder_of(digest: str) -> str:
 
 def is_key(name: str) -> bool:
     """Whether a name is a folder's that Triton made of a SHA-256."""
-    try:
-        return len(name) == 52 and len(base64.b32decode(name + "====")) == 32
-    except binascii.Error:
-        return False
+    return _KEY.fullmatch(name) is not None
+
+
+def _bits(key: str) -> bytes:
+    """The SHA-256 that a folder is named by; as base64.b32decode, ten times as fast."""
+    return (int(key.translate(_DIGITS), 32) >> 4).to_bytes(32, "big")
 
 
 def groups_in(folder: str) -> list[str]:

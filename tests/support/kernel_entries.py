@@ -10,9 +10,10 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zstandard
 
-from fer.kernels import elf, entry, pack, parts
+from fer.kernels import elf, entry, pack, parts, unpack
 
 ENV = {"TRITON_DEFAULT_FP_FUSION": "1"}
 
@@ -119,6 +120,13 @@ def with_manifest(archive: Path, change: Any) -> Path:
     text = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
     digest = hashlib.sha256(text).hexdigest().encode()
     return rebuild(archive, [member("manifest.json", text), member("manifest.sha256", digest), *rest])
+
+
+@pytest.fixture(params=["one after another", "by threads"])
+def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Entries are written as where making files is quick, and as where it is slow."""
+    monkeypatch.setattr(unpack, "_SLOW_S", -1.0 if request.param == "by threads" else float("inf"))
+    return str(request.param)
 
 
 def three(root: Path) -> Path:

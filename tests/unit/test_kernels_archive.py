@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from fer.errors import ArchiveError
 from fer.kernels import container, entry, pack, store, unpack
 from fer.kernels.unpack import Terms
 from tests.support import kernel_entries as made
+from tests.support.kernel_entries import pace  # noqa: F401 - a fixture
 from tests.support.processes import ROOT, WAIT_S
 
 
@@ -31,6 +33,7 @@ def archive(cache: Path, tmp_path: Path) -> Path:
 # -- the way there and back
 
 
+@pytest.mark.usefixtures("pace")
 def test_there_and_back(cache: Path, archive: Path, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "elsewhere"
     outcome = unpack.unpack(archive, made.places(target))
@@ -140,6 +143,7 @@ def test_a_file_that_changes_while_it_is_packed_is_left_out(
 # -- what is there already
 
 
+@pytest.mark.usefixtures("pace")
 def test_a_sound_entry_wins_and_a_damaged_one_is_healed(cache: Path, archive: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     unpack.unpack(archive, made.places(target))
@@ -155,6 +159,7 @@ def test_a_sound_entry_wins_and_a_damaged_one_is_healed(cache: Path, archive: Pa
     assert other.stat().st_ino == stamp
 
 
+@pytest.mark.usefixtures("pace")
 def test_an_empty_folder_in_the_way_is_no_entry(archive: Path, cache: Path, tmp_path: Path) -> None:
     """The stock manager makes one before it compiles, and a compilation may have failed."""
     for folder in cache.iterdir():
@@ -214,6 +219,47 @@ def test_a_folder_in_which_a_compilation_was_killed_gets_its_kernel(tmp_path: Pa
     assert sorted([*outcome.restored, *outcome.healed]) == sorted([made.key_of("add90"), helper])
     assert not store.damage(target)
     assert len(unpack.unpack(tmp_path / "a", {"triton": target}, terms).kept) == 3
+
+
+@pytest.mark.usefixtures("pace")
+def test_a_full_disk_ends_it_with_whole_entries(
+    archive: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, target = unpack._write_files, tmp_path / "new"
+    first = unpack.peek(archive)[0].entries[0].path
+
+    def full(folder: str, files: Any, *, nested: bool) -> None:
+        if not folder.endswith(first):
+            raise OSError(28, "No space left on device")
+        written(folder, files, nested=nested)
+
+    monkeypatch.setattr(unpack, "_write_files", full)
+    with pytest.raises(ArchiveError, match="No space left"):
+        unpack.unpack(archive, {"triton": target})
+    sound = made.content(cache)
+    there = made.content(target)
+    assert {name.split("/")[0] for name in there} == {first}
+    assert there == {name: data for name, data in sound.items() if name.startswith(first)}
+    assert not list(target.glob(".*"))
+
+
+def test_much_is_never_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(40):
+        made.make(tmp_path / "cache", f"k{number}")
+    archive = made.packed(tmp_path / "cache", tmp_path / "a.ferkernels")
+    monkeypatch.setattr(unpack, "_SLOW_S", -1.0)
+    monkeypatch.setattr(unpack, "_AHEAD", 2000)
+    held: list[int] = []
+    place = unpack._Staging.place
+
+    def watched(self: Any, each: Any, files: Any) -> None:
+        place(self, each, files)
+        held.append(self._bytes)
+
+    monkeypatch.setattr(unpack._Staging, "place", watched)
+    outcome = unpack.unpack(archive, {"triton": tmp_path / "new"})
+    assert outcome.restored == [each.path for each in outcome.manifest.entries]
+    assert len(held) == 40 and max(held) <= 2000
 
 
 def test_an_unpacker_tidies_after_killed_ones(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fer.kernels import container, pack, unpack
 from fer.kernels.compat import Live
 from fer.kernels.unpack import Terms
 from tests.support import kernel_entries as made
+from tests.support.kernel_entries import pace  # noqa: F401 - a fixture
 
 TAKE = Terms(code="take")
 
@@ -287,6 +288,7 @@ def test_parts_of_another_type_are_unknown(archive: Path, tmp_path: Path, value:
     assert len(unpack.unpack(archive, made.places(tmp_path / "target"), Terms(here=here)).restored) == 3
 
 
+@pytest.mark.usefixtures("pace")
 def test_every_truncation_is_noticed_and_leaves_whole_entries(archive: Path, cache: Path, tmp_path: Path) -> None:
     data = archive.read_bytes()
     sound = made.content(cache)
