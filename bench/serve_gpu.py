@@ -1,0 +1,265 @@
+"""SIGKILL of the serving engine to the next token at the client on one GPU: a model of 8B shape, 60 GiB of cache.
+
+Each run kills the engine in the middle of a streamed answer and compares the whole text with the undisturbed one. Rows:
+a parked standby that is promoted, a restart by the launcher, one by a new interpreter, and the plain start
+(``FER_MODE=off``); then planned switches, and many deaths one after another, after which nothing may be left behind.
+
+python -m bench.serve_gpu [FOLDER]   # makes the model in FOLDER (16 GB), saves and proves its graphs, then measures
+
+Every row is written as soon as it is known; after ``--limit-s`` no run begins any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Results, gpu_used_mib, spread
+from bench.serve_cpu import LIMIT_S, ROWS, WARM, Service, launcher, service
+from bench.standby_cpu import kept, killed
+
+SIZES = (1, 2, 4, 8, 16, 32)
+LAYERS, HEADS, WIDTH, VOCABULARY = 36, 8, 128, 151936  # of bench.graphs_start's model
+NAMES = {"standby": "standby", "launcher": "launcher", "interpreter": "keeper", "plain": "plain"}
+PROVEN_S = 180.0
+
+
+def length_for(gib: float) -> int:
+    """Positions of each row with which the cache is as large as asked, or slightly more."""
+    position = 2 * LAYERS * HEADS * WIDTH * 2 * max(SIZES)
+    return math.ceil(gib * (1 << 30) / position / 64) * 64
+
+
+def make(folder: Path) -> None:
+    """The model, and a tokenizer in which each token is a word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / "config.json").exists():
+        command = [sys.executable, "-m", "bench.graphs_start", "make", str(folder), str(LAYERS)]
+        subprocess.run(command, check=True)
+    if not (folder / "tokenizer.json").exists():
+        words = {f"w{number}": number for number in range(VOCABULARY)}
+        inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+        inner.pre_tokenizer = pre_tokenizers.Whitespace()
+        made: Any = PreTrainedTokenizerFast
+        made(tokenizer_object=inner, unk_token="w0").save_pretrained(folder)
+
+
+class Bench:
+    """The rows, with what they share."""
+
+    def __init__(self, results: Results, model: Path, more: list[str], limit_s: float, directory: Path) -> None:
+        self.results, self.model, self.more, self.directory = results, model, more, directory
+        self._deadline = time.monotonic() + limit_s
+        self.medians: dict[str, float] = {}
+
+    def prime(self) -> None:
+        """The first start: publishes the weights, captures, saves, and has its graphs proven beside it."""
+        from fer.cudagraph import store
+
+        begin = time.monotonic()
+        with self._service("keeper") as served:
+            served.quiet(1)
+            self.results.add("first start, until it serves (s)", round(time.monotonic() - begin, 1))
+            self.results.add("device memory with one engine (MiB)", memory_used())
+            listed = None
+            while "cuda:0" in self.more and time.monotonic() < begin + PROVEN_S:
+                found = store.find()
+                listed = store.look(found[0]) if found else None
+                if listed is not None and listed.proof.startswith(("proven", "failed")):
+                    break
+                time.sleep(0.2)
+            why = f"{listed.proof} {listed.why} {dict(listed.quarantined)}" if listed is not None else "no archive"
+            self.results.add("its graphs", why)
+            self.results.add("its stages", stages(served))
+
+    def row(self, name: str, runs: int) -> None:
+        """Deaths of one kind."""
+        engines = 2 if name == "standby" else 1
+        found: list[dict[str, float]] = []
+        with self._service(NAMES[name]) as served:
+            served.quiet(engines)
+            self.results.add(f"{name}: device memory at rest (MiB)", memory_used())
+            undisturbed = "".join(piece for _, piece in served.pieces())
+            while len(found) < runs and time.monotonic() < self._deadline:
+                found.append(killed(served, engines, undisturbed))
+            served.quiet(engines)
+            self.results.add(f"{name}: stages afterwards", stages(served))
+        if not found:
+            self.results.add(f"{name}: not run", "the time was up")
+            return
+        whole = [run["whole"] for run in found]
+        self.medians[name] = statistics.median(whole)
+        self.results.add(f"{name}: SIGKILL to next token at the client (ms)", spread(whole))
+        parts = {part: [run.get(part, 0.0) for run in found] for run in found for part in run if part != "whole"}
+        medians = {part: round(statistics.median(values) * 1e3, 1) for part, values in parts.items()}
+        self.results.add(f"{name}: median of each part (ms)", medians)
+
+    def switches(self, runs: int) -> None:
+        """Planned switches in the middle of answers: no request may fail."""
+        gaps: list[float] = []
+        with self._service("standby") as served:
+            served.quiet(2)
+            undisturbed = "".join(piece for _, piece in served.pieces())
+            while len(gaps) < runs and time.monotonic() < self._deadline:
+                gap, text = switched(served, others=2 * (len(gaps) % 2))
+                if len(gaps) % 2 == 0 and text != undisturbed:
+                    raise RuntimeError(f"another answer: {text!r} in place of {undisturbed!r}")
+                gaps.append(gap)
+                served.quiet(2)
+        self.results.add("planned switch, no request failed: longest gap at a client (ms)", spread(gaps or [0.0]))
+
+    def cycles(self, count: int) -> None:
+        """Deaths one after another; raises where an answer differs or something is left."""
+        done = 0
+        with self._service("standby") as served:
+            served.quiet(2)
+            undisturbed = "".join(piece for _, piece in served.pieces())
+            killed(served, 2, undisturbed)  # the first one finds its place
+            served.quiet(2)
+            before = self._held(served)
+            while done < count and time.monotonic() < self._deadline:
+                killed(served, 2, undisturbed)
+                done += 1
+            served.quiet(2)
+            deadline = time.monotonic() + 10.0
+            while (after := self._held(served)) != before and time.monotonic() < deadline:
+                time.sleep(0.2)
+        self.results.add("deaths in a row, every answer the undisturbed one", done)
+        self.results.add("held before and after", {name: [before[name], after[name]] for name in before})
+        if grown := {name: after[name] - before[name] for name in before if after[name] > before[name]}:
+            raise RuntimeError(f"left behind after {done} deaths: {grown}")
+
+    def _held(self, served: Service) -> dict[str, int]:
+        return {**kept(served, self.directory), "device memory, steps of 64 MiB": memory_used() // 64}
+
+    @contextlib.contextmanager
+    def _service(self, kind: str) -> Iterator[Service]:
+        arguments, environment = ROWS[kind]
+        with (
+            launcher(self.model) if "auto" in arguments else contextlib.nullcontext(),
+            service(self.model, [*arguments, *self.more], environment) as served,
+        ):
+            yield served
+
+
+def memory_used() -> int:
+    """MiB in use on GPU 0; 0 where there is none."""
+    return gpu_used_mib() if shutil.which("nvidia-smi") else 0
+
+
+def stages(served: Service) -> dict[str, Any]:
+    """What the serving engine's start says of itself."""
+    active = next(member for member in served.status()["members"] if member["role"] == "active")
+    recovery = active["recovery"]
+    return {
+        "phases (s)": {name: round(seconds, 3) for name, seconds in recovery["phase_s"].items()},
+        "stages": {name: f"{stage['path']}: {stage['why']}" for name, stage in recovery["stages"].items()},
+        "via": active["processes"][0]["via"],
+    }
+
+
+def switched(served: Service, others: int) -> tuple[float, str]:
+    """One switch in the middle of an answer, while others begin: the longest gap at its client (seconds), its text.
+
+    Raises:
+        RuntimeError: the switch, or a request, failed.
+    """
+    counts: list[int] = []
+    more = [threading.Thread(target=lambda: counts.append(len([*served.pieces()]))) for _ in range(others)]
+    times: list[float] = []
+    text = ""
+    asked: subprocess.Popen[str] | None = None
+    for at, piece in served.pieces():
+        times.append(at)
+        text += piece
+        if len(times) == WARM:
+            asked = subprocess.Popen(
+                [sys.executable, "-m", "fer", "switch"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for thread in more:
+                thread.start()
+    assert asked is not None
+    said = asked.communicate(timeout=LIMIT_S)[0]
+    for thread in more:
+        thread.join(LIMIT_S)
+    # Answers that share steps may round otherwise than one alone, so of those only the length is compared.
+    if asked.returncode or counts != [len(times)] * others:
+        raise RuntimeError(f"a switch or a request failed: {said!r}, {counts} pieces beside {len(times)}")
+    return max(after - before for before, after in itertools.pairwise(times)), text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("/tmp/fer-serve-model"))
+    parser.add_argument("--device", default="cuda:0", help="cpu tries the benchmark itself, with a small model")
+    parser.add_argument("--gib", type=float, default=60.0, help="of key/value cache")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--slow-runs", type=int, default=5)
+    parser.add_argument("--cycles", type=int, default=50)
+    parser.add_argument("--limit-s", type=float, default=540.0)
+    parser.add_argument("--steps", nargs="*", default=[*NAMES, "switch", "cycles"])
+    arguments = parser.parse_args()
+
+    from fer.errors import FerError
+    from fer.weights.client import KeeperClient
+
+    results = Results("serve_gpu")
+    begin = time.monotonic()
+    directory, home = (Path(tempfile.mkdtemp(prefix="fer-bench-")) for _ in "ab")
+    os.environ |= {"FER_RUNTIME_DIR": str(directory), "FER_HOME": str(home)}
+    length = length_for(arguments.gib)
+    more = ["--device", arguments.device, "--dtype", "bfloat16", "--max-length", str(length)]
+    more += ["--batch-sizes", ",".join(map(str, SIZES))]
+    try:
+        make(arguments.folder)
+        results.add("model made (s)", round(time.monotonic() - begin, 1))
+        results.add("cache: rows, positions of each, GiB", [max(SIZES), length, round(cache_gib(length), 2)])
+        results.add("caches", "page cache warm, byte-compiled packages; nothing is compiled")
+        bench = Bench(results, arguments.folder, more, begin + arguments.limit_s - time.monotonic(), directory)
+        steps: dict[str, Callable[[], None]] = {
+            name: lambda name=name: bench.row(  # type: ignore[misc]
+                name, arguments.runs if name in ("standby", "launcher") else arguments.slow_runs
+            )
+            for name in NAMES
+        }
+        steps |= {"switch": lambda: bench.switches(5), "cycles": lambda: bench.cycles(arguments.cycles)}
+        bench.prime()
+        for name in arguments.steps:
+            try:
+                steps[name]()
+            except (RuntimeError, OSError, StopIteration) as error:  # the next row may do better
+                results.add(f"{name}: failed", f"{type(error).__name__}: {error}")
+            results.save()
+        if "plain" in bench.medians:
+            rest = {name: value for name, value in bench.medians.items() if name != "plain"}
+            faster = {name: f"{bench.medians['plain'] / value:.1f} times" for name, value in rest.items()}
+            results.add("faster than the plain start, medians", faster)
+        results.save()
+    finally:
+        with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
+            client.stop(force=True)
+        for each in (directory, home):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def cache_gib(length: int) -> float:
+    return 2 * LAYERS * HEADS * WIDTH * 2 * max(SIZES) * length / (1 << 30)
+
+
+if __name__ == "__main__":
+    main()
