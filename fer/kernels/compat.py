@@ -86,7 +86,7 @@ def soft_facts(seen: gpus.Seen | None) -> dict[str, Any]:
     """What may differ; empty without a GPU."""
     if seen is None:
         return {}
-    return {"gpu": list(seen.names), "cores": list(seen.cores), "driver": seen.driver}
+    return {"gpu": list(seen.names), "multiprocessors": list(seen.multiprocessors), "driver": seen.driver}
 
 
 def host_facts() -> dict[str, Any]:

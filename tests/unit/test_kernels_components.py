@@ -18,7 +18,7 @@ from fer.kernels.registry import REGISTRY
 from fer.kernels.unpack import Outcome, Terms
 from tests.support import kernel_entries as made
 
-HERE = Seen(archs=(90,), names=("H200",), cores=(16896,), uuids=("GPU-a", "GPU-b"), driver="580.1", cuda=(13, 0))
+HERE = Seen(archs=(90,), names=("H200",), multiprocessors=(132,), uuids=("GPU-a", "GPU-b"), driver="580.1", cuda=(13, 0))
 
 
 @pytest.fixture(autouse=True)
