@@ -30,6 +30,11 @@ Transport = Annotated[str | None, setting("transport")]
 Mode = Annotated[str | None, setting("mode")]
 SlabBytes = Annotated[str | None, setting("slab_bytes")]
 
+Admin = Annotated[
+    Path | None,
+    typer.Option("--admin", help="Admin socket of the service; by default the only one there is.", show_default=False),
+]
+
 Html = Annotated[
     Path | None, typer.Option("--html", help="Write the waterfall, an HTML page, here.", show_default=False)
 ]

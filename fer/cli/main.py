@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fer import __version__
-from fer.cli import demo, doctor, graphs, keeper, kernels, launcher, run, serve, switch, weights
+from fer.cli import batch, demo, doctor, graphs, keeper, kernels, launcher, run, serve, switch, update, weights
 from fer.cli.exit_codes import TABLE
 from fer.cli.output import StdoutLost, print_error, watch_stdout
 from fer.errors import FerError, UsageError
@@ -36,6 +36,8 @@ app.command("verify")(weights.verify)
 app.command("evict")(weights.evict)
 app.command("serve")(serve.serve)
 app.command("switch")(switch.switch)
+app.command("update")(update.update)
+app.add_typer(batch.app, name="batch")
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.add_typer(launcher.app, name="launcher")
 app.command("doctor")(doctor.doctor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,14 @@ def serve(
             help="Further engines that stand by, without memory for answers.",
         ),
     ] = 0,
+    tp: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel",
+            "--tp",
+            help="Ranks that share the model, a process and a GPU each; --device may name them: cuda:0,cuda:1.",
+        ),
+    ] = 1,
     resume: Annotated[
         str,
         typer.Option(
@@ -46,6 +55,24 @@ def serve(
         float, typer.Option("--stall-s", help="Seconds without a token after which a busy engine counts as hung.")
     ] = 300.0,
     drain_s: Annotated[float, typer.Option("--drain-s", help="Seconds that answers have at the end.")] = 30.0,
+    batch: Annotated[
+        bool,
+        typer.Option(
+            "--batch",
+            help="Keep one more engine, for requests with service_tier flex; it is ended where others lack memory.",
+        ),
+    ] = False,
+    batch_max_length: Annotated[
+        int | None,
+        typer.Option("--batch-max-length", help="As --max-length, of the batch engine; by default the same."),
+    ] = None,
+    batch_batch_sizes: Annotated[
+        str, typer.Option("--batch-batch-sizes", help="As --batch-sizes, of the batch engine; by default the same.")
+    ] = "",
+    batch_queue: Annotated[int, typer.Option("--batch-queue", help="Requests at once of the tier flex.")] = 256,
+    batch_wait_s: Annotated[
+        float, typer.Option("--batch-wait-s", help="Seconds such a request waits for the batch engine.")
+    ] = 600.0,
     launcher: Annotated[
         str, typer.Option("--launcher", help="Name of the launcher that starts engines, auto, or off.")
     ] = "auto",
@@ -59,7 +86,7 @@ def serve(
         options = settings(log="info", runtime_dir=runtime_dir)
         need("starlette", "uvicorn", "prometheus_client")
         from fer.standby.router import RouterLimits
-        from fer.standby.service import Settings
+        from fer.standby.service import BATCH_ROUTER, Settings
         from fer.standby.service import serve as run
         from fer.standby.supervisor import SupervisorLimits
 
@@ -75,7 +102,14 @@ def serve(
                 max_length=max_length,
                 batch_sizes=_sizes(batch_sizes),
                 standbys=standbys,
+                tp=tp,
                 resume=chosen,
+                batch=batch,
+                batch_max_length=batch_max_length,
+                batch_rows=_sizes(batch_batch_sizes, "--batch-batch-sizes"),
+                batch_router=dataclasses.replace(
+                    BATCH_ROUTER, requests=batch_queue, wait_s=batch_wait_s, stall_s=stall_s
+                ),
                 launcher=launcher,
                 runtime_dir=options.runtime_dir,
                 router=RouterLimits(requests=queue, wait_s=wait_s, stall_s=stall_s),
@@ -84,13 +118,13 @@ def serve(
         )
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _sizes(text: str, flag: str = "--batch-sizes") -> tuple[int, ...]:
     from fer.errors import OptionError
 
     try:
         return tuple(int(size) for size in text.split(",") if size.strip())
     except ValueError:
-        raise OptionError(f"--batch-sizes {text!r} cannot be", fix="Give numbers such as 1,2,4") from None
+        raise OptionError(f"{flag} {text!r} cannot be", fix="Give numbers such as 1,2,4") from None
 
 
 def need(*packages: str) -> None:

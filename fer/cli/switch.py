@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from fer.cli.flags import RuntimeDir
+from fer.cli.flags import Admin, RuntimeDir
 from fer.cli.output import JsonFlag, emit, escape, guarded
 from fer.cli.settings import settings
 
 
 def switch(
-    admin: Annotated[
-        Path | None,
-        typer.Option("--admin", help="Admin socket of the service; by default the only one there is."),
-    ] = None,
+    admin: Admin = None,
     runtime_dir: RuntimeDir = None,
     json: JsonFlag = False,
 ) -> None:

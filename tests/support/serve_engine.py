@@ -26,27 +26,27 @@ STEP_S = 0.004
 """Seconds a step takes, so that something can happen in the middle of an answer."""
 
 
-def following(ids: Sequence[int]) -> int:
-    """The token after these: a small letter, or the end after a word that is no longer than 400 tokens."""
-    mixed = 0
+def following(ids: Sequence[int], salt: int = 0) -> int:
+    """The token after these, a small letter; ``salt`` stands for a model's weights."""
+    mixed = salt
     for token in ids[-8:]:
         mixed = (mixed * 31 + token + 7) % 10007
     return 97 + (mixed + len(ids)) % 26
 
 
-def expected(prompt: str, count: int) -> str:
+def expected(prompt: str, count: int, salt: int = 0) -> str:
     """What a worker answers."""
     ids = list(prompt.encode())
     for _ in range(count):
-        ids.append(following(ids))
+        ids.append(following(ids, salt))
     return bytes(ids[len(prompt.encode()) :]).decode()
 
 
 class ArithmeticRows:
     """Several answers at a time."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, salt: int = 0) -> None:
+        self.count, self._salt = count, salt
         self._ids: list[list[int]] = [[] for _ in range(count)]
 
     def begin(self, row: int, ids: Sequence[int], limit: int) -> int:
@@ -68,7 +68,7 @@ class ArithmeticRows:
         self._ids[target] = self._ids[source]
 
     def _next(self, row: int) -> int:
-        self._ids[row].append(following(self._ids[row]))
+        self._ids[row].append(following(self._ids[row], self._salt))
         return self._ids[row][-1]
 
 
@@ -77,8 +77,8 @@ class ArithmeticModel:
 
     context, vocabulary, ends = CONTEXT, VOCABULARY, frozenset({END})
 
-    def __init__(self, rows: int) -> None:
-        self.rows = ArithmeticRows(rows)
+    def __init__(self, rows: int, salt: int = 0) -> None:
+        self.rows = ArithmeticRows(rows, salt)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

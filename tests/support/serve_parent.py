@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from fer.standby.process import Command
 from fer.standby.rank_commands import of_ranks
 from fer.standby.rankgroup import Limits
 from fer.standby.router import RouterLimits
-from fer.standby.service import Settings, serve
+from fer.standby.service import BATCH_ROUTER, Settings, serve
 from fer.standby.supervisor import Commands, SupervisorLimits
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     rows = str(asked.pop("rows", 4))
     module = asked.pop("engine", "tests.support.serve_engine")
     limits = Limits(term_s=asked.pop("term_s", 5.0), kill_s=5.0)
-    supervisor = SupervisorLimits(start_s=asked.pop("start_s", 30.0), drain_s=asked.pop("drain_s", 10.0), end=limits)
+    supervisor = SupervisorLimits(start_s=asked.pop("start_s", 30.0), drain_s=asked.pop("drain_s", 10.0), settle_s=asked.pop("settle_s", 0.2), end=limits)
     router = RouterLimits(**{name: asked.pop(name) for name in ("requests", "wait_s", "stall_s") if name in asked})
     member.FIRST_DELAY_S = asked.pop("first_delay_s", member.FIRST_DELAY_S)
 
@@ -37,6 +38,8 @@ def main() -> None:
 
         return commands
 
+    asked["batch_rows"] = tuple(asked.pop("batch_rows", ()))
+    asked["batch_router"] = dataclasses.replace(BATCH_ROUTER, wait_s=asked.pop("batch_wait_s", 60.0))
     logging.basicConfig(format="fer: %(message)s", level=logging.INFO)
     settings = Settings(model=Path(asked.pop("model")), port=asked.pop("port", 0), router=router, supervisor=supervisor)
     for name, value in asked.items():
