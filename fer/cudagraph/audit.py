@@ -246,6 +246,19 @@ def _pointers(
     return found
 
 
+def stray(data: bytes, owners: Owners, oracle: Oracle, *, span: tuple[int, int]) -> str:
+    """What kind of memory outside the arena a buffer's contents point to, ``""`` for none.
+
+    Contents are numbers for the most part, and some of these look like addresses of the arena: only the driver's word
+    for memory elsewhere counts, which no later process has there.
+    """
+    words = np.unique(np.frombuffer(data[: len(data) // 8 * 8], "<u8"))
+    likely = (words >= _LOWEST) & (words < _HIGHEST) & ~owners.covers(words)
+    outside = words[likely & ~((words >= span[0]) & (words < span[1]))]
+    kinds = (oracle(word) for word in outside.tolist())
+    return next(("host memory" if kind == "host" else "device memory" for kind in kinds if kind), "")
+
+
 def _words(graph: Graph) -> tuple[Array, Array]:
     """Every eight bytes of every block, at offsets 0 and 4 (packed structures), and where each begins in params."""
     sizes = graph.nodes["size"].astype(np.int64)

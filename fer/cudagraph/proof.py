@@ -119,18 +119,36 @@ def _judge(known: state.State, code: int, out: str, err: str) -> str:
         last = (err.strip().splitlines() or [""])[-1]
         known.proof = "unproven" if code in (-signal.SIGKILL, -signal.SIGTERM) else "failed"
         known.why = f"the child ended with {code}: {last}"
-        return ""
+        died_of = _at(out) if code < 0 and known.proof == "failed" else ""
+        if died_of:
+            known.quarantined[died_of] = f"its replay ended the child with {_signal(code)}"
+        return died_of
     known.proof = "proven" if proven and not died_of else "failed"
     nothing = f"the child could not go on after {died_of}" if died_of else "no graph gave its recorded outputs"
     known.why = "" if known.proof == "proven" else nothing
     return died_of
 
 
+def _at(out: str) -> str:
+    """The graph that a child was replaying when it fell silent."""
+    try:
+        return str(json.loads(out.strip().splitlines()[-1])["at"])
+    except (ValueError, IndexError, KeyError, TypeError):
+        return ""
+
+
+def _signal(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
 # -- in the child --------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
-    """Entry point of the child: one JSON object on stdout."""
+    """Entry point of the child: JSON lines on stdout, each graph before its replay, and the answer as the last."""
     # Whoever asked has died: nobody would hear the answer, and the memory is wanted by his successor.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     told = json.load(sys.stdin)
@@ -143,9 +161,13 @@ def main() -> int:
         if not lacks_memory(error):
             raise
         answer = {"error": OutOfMemory("the proof lacks memory", why=str(error).splitlines()[0]).to_dict()}
-    sys.stdout.write(json.dumps(answer, default=str) + "\n")
-    sys.stdout.flush()
+    _say(answer)
     return 0
+
+
+def _say(row: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(row, default=str) + "\n")
+    sys.stdout.flush()
 
 
 def run(request: Request) -> dict[str, Any]:
@@ -177,7 +199,7 @@ def run(request: Request) -> dict[str, Any]:
     ready: dict[str, Any] = {}
     with device.current():
         place(archive, cuda, ranges)
-        order = [graph.name for graph in archive.tables.top()]
+        order = [graph.name for graph in archive.tables.top() if graph.name not in request.skip]
         restorer = Restorer(archive, cuda, ready.__setitem__, order=order, context=device.context, keep=[ranges, keep])
         restorer.run()
     failed, starved = restorer.progress.failed, sorted(restorer.progress.passing)
@@ -186,10 +208,10 @@ def run(request: Request) -> dict[str, Any]:
     wrong = {name: failed.get(name, "it was not restored") for name in order if name not in ready}
     golden = archive.facts["golden"][request.checkpoint]
     begin = time.perf_counter()
-    died_of = _compare(archive, cuda, {n: g for n, g in ready.items() if n not in request.skip}, ranges, golden, wrong)
+    died_of = _compare(archive, cuda, ready, ranges, golden, wrong)
     seconds = {**restorer.progress.seconds, "replays": time.perf_counter() - begin}
     return {
-        "proven": len([name for name in ready if name not in wrong and name not in request.skip]),
+        "proven": len([name for name in ready if name not in wrong]),
         "wrong": wrong,
         "died_of": died_of,
         "seconds": {name: round(value, 6) for name, value in seconds.items()},
@@ -222,6 +244,7 @@ def _compare(
         if number == DEEP and not kv["deep"]:
             continue
         for name, graph in ready.items():
+            _say({"at": name})  # a signal leaves no other word
             recorded = golden.get(name, ("", ""))[NUMBERS.index(number)]
             try:
                 outputs = outputs_of(archive, name, f"cuda:{ranges.device.ordinal}", ranges)

@@ -14,7 +14,7 @@ import numpy as np
 
 from fer.cudagraph import archive as archives
 from fer.cudagraph.archive import Archive, Content
-from fer.cudagraph.audit import Owner, Owners, Refusal, audit_nodes, audit_pointers, module_refusals, summarize
+from fer.cudagraph.audit import Owner, Owners, Refusal, audit_nodes, audit_pointers, module_refusals, stray, summarize
 from fer.cudagraph.capture import Captured, blocks_of
 from fer.cudagraph.probe import NUMBERS, PATTERN, Native, alias, fill_pattern, probe_name, sample_name
 from fer.cudagraph.record import Functions, oracle
@@ -169,9 +169,12 @@ class _Saving:
         with _timed(self.saved, "globals"):
             self.functions.read_globals(self.owners, self.ask)
             self._follow_pointers()
+            strays = self._strays()
         refused = self.saved.refused
         for graph in self.tables.top():
             refusals = [*self.audited[graph.name], *module_refusals(self.tables, graph)]
+            held = sorted(self.used.get(graph.name, set()) & strays.keys())
+            refusals += [Refusal(graph.name, f"{name} holds an address of {strays[name]}") for name in held]
             if refusals:
                 refused[graph.name] = summarize(refusals)
         refused |= dict.fromkeys(self.native.random - set(refused), "uses random-number state")
@@ -188,6 +191,11 @@ class _Saving:
             while fresh:
                 fresh = {further for name in fresh for further in beyond.get(name, ())} - names
                 names |= fresh
+
+    def _strays(self) -> dict[str, str]:
+        """Small buffers whose contents point out of the arena, and to what."""
+        found = {each.name: stray(each.data, self.owners, self.ask, span=self.ranges.span) for each in self.contents}
+        return {name: f"{kind} outside the arena" for name, kind in found.items() if kind}
 
     def _touched(self, data: bytes) -> set[str]:
         return self.owners.touched(np.frombuffer(data[: len(data) // 8 * 8], "<u8"))

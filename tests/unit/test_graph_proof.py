@@ -34,12 +34,14 @@ RECORDED = Path(__file__).parent.parent / "data" / "h200.fergraph"
         (0, '{"proven": 0, "wrong": {"decode/4": "differs"}}', "failed"),
         (-11, "", "failed"),
         (-9, "", "unproven"),
+        (-9, '{"at": "decode/4"}', "unproven"),
+        (1, '{"at": "decode/4"}', "failed"),
         (0, '{"error": {"kind": "OutOfMemory", "what": "no room"}}', "unproven"),
     ],
 )
 def test_the_childs_end_decides(code: int, out: str, verdict: str) -> None:
     known = state.State("digest")
-    proof._judge(known, code, out, "Segmentation fault")
+    assert proof._judge(known, code, out, "Segmentation fault") == ""
     assert known.proof == verdict
     assert known.why or verdict == "proven"
 
@@ -69,6 +71,8 @@ OUT_OF_MEMORY = json.dumps({"error": {"kind": "OutOfMemory", "what": "no room"}}
         ([died("decode/4"), subprocess.TimeoutExpired("child", 1)], "unproven", "did not end"),
         ([died("decode/4"), OSError("no processes")], "unproven", "could not be started"),
         ([died(f"decode/{size}") for size in range(9)], "failed", "could not go on after decode/3"),
+        ([-11, '{"proven": 1, "wrong": {}}'], "proven", ""),
+        ([-7, -9], "unproven", "ended with -9"),
     ],
 )
 def test_children_go_on_without_the_graph_the_last_one_died_of(
@@ -81,6 +85,8 @@ def test_children_go_on_without_the_graph_the_last_one_died_of(
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
+        if isinstance(answer, int):
+            return SimpleNamespace(returncode=answer, stdout='{"at": "decode/2"}\n{"at": "decode/4"}\n', stderr="")
         return SimpleNamespace(returncode=0, stdout=answer, stderr="")
 
     monkeypatch.setattr(proof.subprocess, "run", run)
@@ -130,7 +136,7 @@ class Child:
         monkeypatch.setattr("sys.stdout", said)
         monkeypatch.setattr(proof.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
         assert proof.main() == 0
-        return json.loads(said.getvalue())
+        return json.loads(said.getvalue().splitlines()[-1])
 
 
 def test_a_graph_that_was_not_compared_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,6 +247,17 @@ def test_unowned_pointers_refuse_their_graph_alone(world: World) -> None:
     assert "kernel linear, parameter 0 points to memory outside the arena" in saved.refused["decode/8"]
 
 
+def test_a_buffer_that_points_out_of_the_arena_refuses_the_graphs_that_use_it(world: World) -> None:
+    foreign = 0x1234_0000_0000
+    world.captured.graphs[8].handle = world.capture(8, world.workspace.data_ptr())
+    world.workspace.view(torch.int64)[1] = foreign
+    assert world.save().kept == ["decode/4", "decode/8"], "what looks like an address is none"
+    world.fake.device_memory = [(foreign, 4)]
+    saved = world.save()
+    assert saved.kept == ["decode/4"]
+    assert "scratch/" in saved.refused["decode/8"] and "holds an address of device memory" in saved.refused["decode/8"]
+
+
 def test_a_size_that_was_not_captured_is_said(world: World) -> None:
     del world.captured.graphs[8], world.captured.outputs[8]
     world.captured.troubles[8] = "CUDA out of memory"
