@@ -2,7 +2,7 @@
 
 torch calls a pluggable allocator while it holds its own lock. A callback written in Python waits for Python's lock
 there, and another thread that holds Python's lock and frees a tensor waits for torch's: both wait for ever. So what
-torch calls is not Python: 56 bytes that move a cursor to the end of memory that FER mapped beforehand, and answer null
+torch calls is not Python: some 60 bytes that move a cursor to the end of memory that FER mapped beforehand, and answer null
 when that is used up. The other function torch needs, for freeing, does nothing; ranges are given back whole.
 """
 
@@ -33,8 +33,48 @@ _X86_64: Final = (
     + bytes.fromhex("c3")  # ret
     + bytes.fromhex("31c0c3")  # none: xor eax, eax; ret
 )
-_FREE: Final = bytes.fromhex("c3")
+_X86_64_FREE: Final = bytes.fromhex("c3")  # ret
+
+_AARCH64: Final = (
+    bytes.fromhex("ea03a0d2")  # movz x10, #0x1f, lsl #16
+    + bytes.fromhex("eaff9ff2")  # movk x10, #0xffff
+    + bytes.fromhex("09000a8b")  # add x9, x0, x10
+    + bytes.fromhex("29012a8a")  # bic x9, x9, x10
+    + bytes.fromhex("8a010058")  # ldr x10, state
+    + bytes.fromhex("40fd5fc8")  # again: ldaxr x0, [x10]
+    + bytes.fromhex("0b00098b")  # add x11, x0, x9
+    + bytes.fromhex("4c0540f9")  # ldr x12, [x10, #8]
+    + bytes.fromhex("7f010ceb")  # cmp x11, x12
+    + bytes.fromhex("88000054")  # b.hi none
+    + bytes.fromhex("4bfd0dc8")  # stlxr w13, x11, [x10]
+    + bytes.fromhex("4dffff35")  # cbnz w13, again
+    + bytes.fromhex("c0035fd6")  # ret
+    + bytes.fromhex("5f3f03d5")  # none: clrex
+    + bytes.fromhex("000080d2")  # mov x0, #0
+    + bytes.fromhex("c0035fd6")  # ret
+    + b"%s"  # state: .quad
+)
+_AARCH64_FREE: Final = bytes.fromhex("c0035fd6")  # ret
+
+_CODE: Final = {"x86_64": (_X86_64, _X86_64_FREE), "aarch64": (_AARCH64, _AARCH64_FREE)}
 _alive: list[tuple[object, ...]] = []
+
+
+def code_for(machine: str, state: int) -> tuple[bytes, int]:
+    """The two functions for a processor, over the two words at ``state``; and where the second one begins.
+
+    Raises:
+        MappingError: this processor has no such code.
+    """
+    if machine not in _CODE:
+        raise MappingError(
+            f"torch cannot allocate in named ranges on {machine}",
+            why=f"the allocator is machine code, written for {' and '.join(_CODE)}",
+        )
+    allocate, free = _CODE[machine]
+    head, tail = allocate.split(b"%s")
+    code = head + struct.pack("<Q", state) + tail
+    return code + free, len(code)
 
 
 class BumpAllocator:
@@ -49,18 +89,13 @@ class BumpAllocator:
     """
 
     def __init__(self, start: int, limit: int) -> None:
-        if platform.machine() != "x86_64":
-            raise MappingError(
-                f"torch cannot allocate in named ranges on {platform.machine()}",
-                why="the allocator is machine code, written for x86_64 so far",
-            )
         self._state = (ctypes.c_uint64 * 2)(start, limit)
-        head, tail = _X86_64.split(b"%s")
-        code = head + struct.pack("<Q", ctypes.addressof(self._state)) + tail
+        code, free = code_for(platform.machine(), ctypes.addressof(self._state))
         self._code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        self._code.write(code + _FREE)
+        self._code.write(code)
         self._view = (ctypes.c_ubyte * mmap.PAGESIZE).from_buffer(self._code)
         base = ctypes.addressof(self._view)
+        # Linux brings the instruction cache up to date for a page that becomes executable for the first time.
         if ctypes.CDLL(None, use_errno=True).mprotect(
             ctypes.c_void_p(base), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC
         ):
@@ -69,7 +104,7 @@ class BumpAllocator:
                 why=f"errno {ctypes.get_errno()}",
                 fix="Allow it, or set cudagraph=false.",
             )
-        self.allocate, self.free = base, base + len(code)
+        self.allocate, self.free = base, base + free
         # torch calls `free` when it drops its pool, which may be after everything of ours is gone.
         _alive.append((self._state, self._code, self._view))
 
