@@ -2,8 +2,8 @@
 
 torch calls a pluggable allocator while it holds its own lock. A callback written in Python waits for Python's lock
 there, and another thread that holds Python's lock and frees a tensor waits for torch's: both wait for ever. So what
-torch calls is not Python: some 60 bytes that move a cursor to the end of memory that FER mapped beforehand, and answer null
-when that is used up. The other function torch needs, for freeing, does nothing; ranges are given back whole.
+torch calls is not Python: some 60 bytes that move a cursor to the end of memory that FER mapped beforehand, and answer
+null when that is used up. The other function torch needs, for freeing, does nothing; ranges are given back whole.
 """
 
 from __future__ import annotations
