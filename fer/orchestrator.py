@@ -56,6 +56,7 @@ class Recovered:
     def __init__(self, start: stages.Start, graphs: stages.Wide) -> None:
         self._start, self._graphs = start, graphs
         self.report, self.parked = start.report, start.parked
+        self._unproven = False  # it has memory anew, and nothing has run on that
 
     def park(self) -> bool:
         """Give back the cache's memory; False for an engine that cannot, and keeps it."""
@@ -72,12 +73,27 @@ class Recovered:
             OutOfMemory: fields ``needed`` and ``free`` in bytes. The engine is parked as before; ask again later.
         """
         begin = time.perf_counter()
+        self.back()
+        backed = time.perf_counter()
+        self.prove()
+        return {"backing": backed - begin, "self_test": time.perf_counter() - backed}
+
+    def back(self) -> None:
+        """The first half of :meth:`unpark`, which waits for no other rank: take memory for the cache.
+
+        Raises:
+            OutOfMemory: as :meth:`unpark`.
+        """
         if self.parked:
             self._graphs.unpark(self._start)
-            self.parked = False
-        backed = time.perf_counter()
+            self.parked, self._unproven = False, True
+
+    def prove(self) -> None:
+        """The second half, which ranks take together once all of them have memory: make one token."""
+        if self._unproven:
+            self._graphs.resume(self._start)
+            self._unproven = False
         self._start.engine.self_test()
-        return {"backing": backed - begin, "self_test": time.perf_counter() - backed}
 
 
 def recover_for_duty(engine: Engine, options: Options | None = None, *, parked: bool, **overrides: Any) -> Recovered:

@@ -73,8 +73,14 @@ class Wide(Stage):
         return start.engine.park()
 
     def unpark(self, start: Start) -> None:
-        """Give it memory again. Raises OutOfMemory: the engine is parked as before."""
+        """Give it memory again. Raises OutOfMemory: the engine is parked as before.
+
+        Ranks do so each for itself, so that nothing here may need another one.
+        """
         start.engine.unpark()
+
+    def resume(self, start: Start) -> None:
+        """What is to do before the engine serves, after every rank has its memory; ranks do it together."""
 
 
 class Absent(Stage):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fer.cudagraph.audit import Owner
+from fer.errors import OutOfMemory, PeerRankFailed
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,13 @@ def frozen() -> Iterator[None]:
 
 
 def capture(
-    graphs: DecodeGraphs, sizes: Sequence[int], ranges: Ranges | None, *, freeze: bool = True, keep: bool = True
+    graphs: DecodeGraphs,
+    sizes: Sequence[int],
+    ranges: Ranges | None,
+    *,
+    freeze: bool = True,
+    keep: bool = True,
+    agree: Callable[[bool], bool] | None = None,
 ) -> Captured:
     """Warm up and capture these batch sizes, largest first, as engines do, so that they share the pool.
 
@@ -62,6 +69,12 @@ def capture(
         ranges: place scratch buffers and the pool there; None leaves both to torch, as for native captures beside
             restored graphs, whose pool must not be written over.
         keep: keep the ``CUgraph`` for reading it.
+        agree: whether all ranks say so, where there are several: a graph that one lacks none keeps.
+
+    Raises:
+        RuntimeError: a step of an engine of one rank failed, for lack of memory above all.
+        OutOfMemory, PeerRankFailed: of several ranks, this one lacks memory for a step, or another one failed. Those
+            that did not fail have begun collectives that nobody will end: what is left is to end the process.
     """
     import torch
 
@@ -74,7 +87,7 @@ def capture(
         with torch.cuda.stream(made.stream), ranges.scratch.place() if ranges else nullcontext():
             for size in ordered:
                 for _ in range(graphs.warm_ups):
-                    graphs.step(size)
+                    _warm_up(graphs, size, agree)
         torch.cuda.synchronize()
         made.warm_up_s = time.perf_counter() - begin
         pool = ranges.pool.pool.id if ranges else torch.cuda.graph_pool_handle()
@@ -93,14 +106,46 @@ def capture(
                 made.troubles[size] = _reason(error)
                 torch_private.end_failed_capture(pool, graph)
                 pool = ranges.pool.renew().id if ranges else torch.cuda.graph_pool_handle()
-                continue
-            made.graphs[size], made.outputs[size] = graph, outputs
+            # Nothing has run yet, so that no rank waits for another on its GPU.
+            if agree is not None and not agree(size not in made.troubles):
+                made.troubles.setdefault(size, "another rank of this launch could not capture it")
+            if size not in made.troubles:
+                made.graphs[size], made.outputs[size] = graph, outputs
         made.capture_s = time.perf_counter() - begin
         begin = time.perf_counter()
         for graph in made.graphs.values() if keep else ():
             graph.instantiate()
         made.instantiate_s = time.perf_counter() - begin
     return made
+
+
+def _warm_up(graphs: DecodeGraphs, size: int, agree: Callable[[bool], bool] | None) -> None:
+    """One step. Ranks vote after each, on the host: one that failed leaves the others in a collective for ever."""
+    if agree is None:
+        graphs.step(size)
+        return
+    import torch
+
+    trouble: RuntimeError | None = None
+    try:
+        graphs.step(size)
+    except RuntimeError as error:  # torch's word for all that can go wrong, lack of memory included
+        trouble = error
+    if agree(trouble is None):
+        return
+    if trouble is None:
+        raise PeerRankFailed(
+            f"another rank of this launch failed in a step of {size} rows",
+            why="the ranks' collectives do not fit each other any more",
+            fix="See that rank's error; the ranks have to be started again together",
+        )
+    if not isinstance(trouble, torch.OutOfMemoryError):
+        raise trouble
+    raise OutOfMemory(
+        f"a step of {size} rows needs more memory than this rank has, before its graph was captured",
+        why=_reason(trouble),
+        fix="Lower --batch-sizes or --max-length, or end what else uses the GPU; ranks are started again together",
+    ) from trouble
 
 
 def _reason(error: BaseException) -> str:

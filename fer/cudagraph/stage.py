@@ -99,7 +99,7 @@ class CudaGraphStage(Wide):
             if start.parked:
                 parking.begin(plan)
             else:
-                plan.ranges.kv.map(graphs.kv_bytes(), chunk=parking.CHUNK)
+                parking.fill(plan)
             plan.ranges.static.map(graphs.static_bytes)
         except (OutOfMemory, MappingError, DriverError) as error:
             self._give_up(str(error))
@@ -133,20 +133,25 @@ class CudaGraphStage(Wide):
         return True
 
     def unpark(self, start: Start) -> None:
-        """Put memory, zeroed, where the cache lies; where it could keep no addresses, capture graphs over a new one.
+        """Put memory, zeroed, where the cache lies; where it could keep no addresses, anywhere.
 
         Raises:
             OutOfMemory: the engine is parked as before.
         """
-        plan, graphs = self._plan, self._graphs
-        if plan is None or not self._placed:
-            super().unpark(start)
-            if graphs is not None and start.engine.device.startswith("cuda"):
-                graphs.allocate()
-                with _on(start.engine.device):
-                    self._capture(start, graphs, graphs.batch_sizes, None, keep=False)
-            return
-        parking.unpark(plan)
+        if self._plan is None or not self._placed:
+            # A driver may still be giving back what a dead engine held.
+            patiently = parking.patiently if start.engine.device.startswith("cuda") else _at_once
+            patiently(start.engine.unpark)
+            self._allocate()
+        else:
+            parking.unpark(self._plan)
+
+    def resume(self, start: Start) -> None:
+        """Capture graphs over a cache that has new addresses."""
+        graphs = self._graphs
+        if graphs is not None and (self._plan is None or not self._placed):
+            with _on(start.engine.device):
+                self._capture(start, graphs, graphs.batch_sizes, None, keep=False)
 
     def run(self, start: Start) -> None:
         """Leave the engine with graphs for every batch size, restored or captured, and report."""
@@ -319,11 +324,15 @@ class CudaGraphStage(Wide):
             if plan.unproven:
                 self._prove(start, plan, worth=True)
             return
+        mapped = False
         try:
             for each, wanted in ((plan.ranges.scratch, graphs.scratch_bytes), (plan.ranges.pool, graphs.pool_bytes)):
                 each.map(min(wanted, plan.device.room().free // 3))
+            mapped = True
             captured = self._capture(start, graphs, graphs.batch_sizes, plan.ranges, keep=True)
         except (FerError, RuntimeError) as error:  # the latter is torch's word for lack of memory in a range, too
+            if mapped and not _alone(start):
+                raise  # ranks that took a step apart cannot take another one
             plan.close_recorder()
             _trim(plan)  # two thirds of what was free are wanted elsewhere; what torch has of it stays
             self._capture_alone(start, f"{plan.why}; not saved: {_first_line(error)}")
@@ -405,7 +414,8 @@ class CudaGraphStage(Wide):
         from fer.cudagraph.capture import capture
 
         with start.report.step("capture graphs", sizes=len(sizes)):
-            captured = capture(graphs, sizes, ranges, keep=keep)
+            agree = None if _alone(start) else start.engine.agree
+            captured = capture(graphs, sizes, ranges, keep=keep, agree=agree)
         for size, graph in captured.graphs.items():
             graphs.use(size, graph, captured.outputs[size])
         for size in captured.troubles:

@@ -224,17 +224,27 @@ class TransformersGraphs(DecodeGraphs):
         slots.position[row] = len(ids)
         return token
 
-    @torch.inference_mode()
-    def advance(self, active: int) -> list[int]:
-        """One step of the first ``active`` rows: their next tokens, which are written as the next inputs too."""
-        slots = self._slots()
+    def step_size(self, active: int) -> int:
+        """Rows that a step of the first ``active`` ones computes: those of the smallest graph that takes them."""
         with self._lock:
-            fitting = [size for size in self._graphs if size >= active]
-            chosen = self._graphs[min(fitting)] if fitting else None
+            return min((size for size in self._graphs if size >= active), default=active)
+
+    @torch.inference_mode()
+    def advance(self, active: int, width: int | None = None) -> list[int]:
+        """One step of the first ``active`` rows: their next tokens, which are written as the next inputs too.
+
+        Args:
+            width: rows to compute, by a graph where there is one of exactly so many; None takes :meth:`step_size`.
+                Ranks have to take the same, also where one of them lacks a graph.
+        """
+        slots = self._slots()
+        width = self.step_size(active) if width is None else width
+        with self._lock:
+            chosen = self._graphs.get(width)
+        slots.position[active:width].zero_()  # padding rows write where nobody reads
         if chosen is None:
-            outputs = self.step(active)
+            outputs = self.step(width)
         else:
-            slots.position[active:].zero_()  # padding rows write where nobody reads
             graph, outputs = chosen
             graph.replay()
         slots.token[:active] = outputs["token"][:active]

@@ -1,4 +1,4 @@
-"""From ``--device`` to torch's name of a device. Imports torch."""
+"""From ``--device`` to torch's name of a device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fer.errors import OptionError
 
 
 def resolve(device: str) -> str:
-    """``"auto"`` becomes the current GPU where torch sees one, else ``"cpu"``; other names are checked.
+    """``"auto"`` becomes the current GPU where torch sees one, else ``"cpu"``; other names are checked. Imports torch.
 
     Raises:
         OptionError: torch does not know the name, or sees no such device.
@@ -29,3 +29,44 @@ def resolve(device: str) -> str:
             f"there is no device {device!r}", why=f"torch sees {count} GPUs", fix="See fer doctor, or use --device cpu"
         )
     return f"cuda:{torch.cuda.current_device() if found.index is None else found.index}"
+
+
+def named(devices: str, world: int) -> list[str]:
+    """The devices that several ranks were given, as they stand there: one for all, or one for each.
+
+    Raises:
+        OptionError: their number is not that of the ranks, or one is named twice: NCCL takes one rank a GPU.
+    """
+    names = [name.strip() for name in devices.split(",")]
+    if world > 1 and len(names) == 1 and names[0] not in ("auto", "cpu", "cuda"):
+        raise OptionError(f"{world} ranks cannot share {names[0]}", fix=f"Name {world} devices, or auto, cuda or cpu")
+    if len(names) == 1:
+        return names * world
+    if len(names) != world:
+        raise OptionError(f"--device names {len(names)} devices for {world} ranks", fix="Name one for each, or auto")
+    if len(set(names)) != world or not all(name.startswith("cuda:") for name in names):
+        raise OptionError(f"--device {devices} cannot be", fix="Name a different GPU for each rank: cuda:0,cuda:1")
+    return names
+
+
+def of_rank(devices: str, rank: int, world: int) -> str:
+    """Torch's name of a rank's device: of GPUs that are not named, the one with its number. Imports torch.
+
+    Raises:
+        OptionError: see :func:`named` and :func:`resolve`; or there are fewer GPUs than ranks.
+    """
+    name = named(devices, world)[rank]
+    if world == 1 or name not in ("auto", "cuda"):
+        return resolve(name)
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto" and not count:
+        return "cpu"
+    if count < world:
+        raise OptionError(
+            f"{world} ranks need as many GPUs",
+            why=f"torch sees {count}",
+            fix="Lower --tp, or use --device cpu",
+        )
+    return f"cuda:{rank}"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fer import warm
-from fer.errors import CheckpointError
+from fer.errors import CheckpointError, OptionError
 from fer.weights.shards import read_header
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -159,6 +159,36 @@ def dtype_of(asked: str, config: Any, shards: Sequence[Path]) -> str:
         return str(configured).removeprefix("torch.")
     found = (tensor.dtype for shard in shards for tensor in read_header(shard).tensors if tensor.dtype in _FLOATS)
     return _FLOATS[next(found, "F32")]
+
+
+def check_shared(folder: Path, config: Any, world: int) -> None:
+    """Refuse a model that so many tensor-parallel ranks cannot share.
+
+    Args:
+        config: Transformers' configuration of it.
+
+    Raises:
+        OptionError: its heads cannot be spread evenly, or its embeddings are tied.
+    """
+    if world < 2:
+        return
+    text = config.get_text_config(decoder=True)
+    heads = {
+        "attention heads": int(text.num_attention_heads),
+        "key/value heads": int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
+    }
+    for name, count in heads.items():
+        if count % world:
+            raise OptionError(
+                f"{folder} cannot be shared by {world} ranks", why=f"it has {count} {name}", fix="Use fewer ranks"
+            )
+    if getattr(text, "tie_word_embeddings", False):
+        # KeyError: 'lm_head.weight', of apply_tensor_parallelism in transformers 5.24, for a model on meta.
+        raise OptionError(
+            f"{folder} cannot be shared by {world} ranks",
+            why="its input and output embeddings are tied, and Transformers cannot shard the skeleton of such a model",
+            fix="Serve it with one rank",
+        )
 
 
 def plan_of(folder: Path, overrides: Mapping[str, Any], *, trust_remote_code: bool = False) -> dict[str, str]:

@@ -46,6 +46,7 @@ class TransformersEngine(Engine):
         overrides: fields of the model's configuration to change, such as ``{"rope_theta": 1e6}``.
         attention: Transformers' ``attn_implementation``; ``""`` leaves the choice to it.
         tensor_parallel: shard over all ranks of the launch by the model's own plan.
+        launch: the launch to join where no launcher has said so in the environment.
         max_length: positions of the key/value cache, prompt and answer together.
         matmul: how block-wise FP8 layers multiply: ``"kernels"`` (Transformers' own, where the ``kernels`` package
             holds them), ``"scaled_mm"`` (torch's block-scaled matmul, Hopper), ``"dequantize"`` (plain torch), or
@@ -76,6 +77,7 @@ class TransformersEngine(Engine):
         overrides: Mapping[str, Any] | None = None,
         attention: str = "",
         tensor_parallel: bool = False,
+        launch: ranks.Launch | None = None,
         max_length: int = 1024,
         matmul: str = "auto",
         trust_remote_code: bool = False,
@@ -96,7 +98,7 @@ class TransformersEngine(Engine):
         self.revision = revision
         self.overrides = dict(overrides or {})
         self.attention = attention
-        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel, self.launch = tensor_parallel, launch
         self.trust_remote_code = trust_remote_code
         self.tokenizer: Any = None
         self._dtype, self._matmul = dtype, matmul
@@ -168,7 +170,7 @@ class TransformersEngine(Engine):
 
     def init_distributed(self) -> None:
         if self.tensor_parallel:
-            ranks.start(self.device)
+            ranks.start(self.device, self.launch)
 
     def agree(self, flag: bool) -> bool:
         return ranks.agree(flag, self.device) if self.tensor_parallel else flag
@@ -419,6 +421,8 @@ class TransformersEngine(Engine):
         }
         if method:
             settings["matmul"] = fp8.choose(self._matmul, self.device, details)
+        place = ranks.of_launch("tp", self.device) if self.tensor_parallel else Ranks(launch=ranks.new_launch())
+        pretrained.check_shared(self.folder, config, place.tp_size)
         return EngineIdentity(
             engine="transformers",
             engine_version=metadata.version("transformers"),
@@ -433,5 +437,5 @@ class TransformersEngine(Engine):
             packages=[name for name in _PACKAGES if util.find_spec(name) is not None],
             sources=tuple(sorted(self.folder.glob("**/*.py"))) if self.trust_remote_code else (),
             checkpoint=tuple(shards),
-            ranks=ranks.of_launch("tp", self.device) if self.tensor_parallel else Ranks(launch=ranks.new_launch()),
+            ranks=place,
         )

@@ -19,7 +19,8 @@ from fer.errors import KeeperError, OutOfMemory, ServiceHeld
 from fer.standby import wire
 from fer.standby.answers import Answers, listen
 from fer.standby.worker import Supervised, end_with, guarded, plain
-from fer.weights.services import Tenure, hold
+from fer.weights.services import Tenure, hold, this_process
+from fer.weights.wire import Process
 
 if TYPE_CHECKING:
     from fer.report import Report
@@ -51,21 +52,27 @@ Load = Callable[[bool], "tuple[Model, Parking]"]
 """Makes the engine, parked or ready to serve."""
 
 
-def run(load: Load, path: Path, connect: Callable[[], KeeperClient]) -> NoReturn:
+def run(
+    load: Load,
+    path: Path,
+    connect: Callable[[], KeeperClient],
+    cohort: Callable[[], list[Process]] = lambda: [this_process()],
+) -> NoReturn:
     """Do as the supervisor says, in this thread; ends with the process.
 
     Args:
         path: where requests are answered, once this worker is promoted.
         connect: makes a connection to the keeper; raises KeeperError.
+        cohort: all processes of this engine, this one first: they hold the service together, and end together.
     """
-    Worker(connect).run(load, path)
+    Worker(connect, cohort).run(load, path)
 
 
 class Worker:
     """One such process."""
 
-    def __init__(self, connect: Callable[[], KeeperClient]) -> None:
-        self._connect = connect
+    def __init__(self, connect: Callable[[], KeeperClient], cohort: Callable[[], list[Process]]) -> None:
+        self._connect, self._cohort = connect, cohort
         self._orders: queue.SimpleQueue[wire.Order] = queue.SimpleQueue()
         self._answers: Answers | None = None
         self._tenure: Tenure | None = None
@@ -120,7 +127,8 @@ class Worker:
         begin = time.perf_counter()
         tenure = None
         if service:
-            tenure = hold(service, connect=self._connect, wait_s=wait_s, lost=_lost)
+            processes = self._cohort()
+            tenure = hold(service, connect=self._connect, wait_s=wait_s, processes=processes, lost=_lost)
         claimed = time.perf_counter()
         try:
             parts = engine.unpark()

@@ -48,7 +48,8 @@ class TransformersModel:
     def __init__(self, engine: TransformersEngine) -> None:
         if engine.tokenizer is None:
             raise UsageError(f"{engine.folder} holds no tokenizer", fix="Add the tokenizer's files: clients send text")
-        self.context, self.rows = engine.max_length, rows_of(engine)
+        self.context = engine.max_length
+        self.rows: Rows = rows_of(engine)
         self.vocabulary = int(engine.module.config.get_text_config().vocab_size)
         end: Any = engine.module.generation_config.eos_token_id
         self.ends = frozenset(end if isinstance(end, list) else [] if end is None else [end])

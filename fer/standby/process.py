@@ -26,11 +26,18 @@ TAIL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What to start."""
+    """What to start.
+
+    Attributes:
+        name: what it is among those started with it, such as ``"rank 1"``; ``""`` where it is the only one.
+        files: what it may leave behind, to be removed when it and all that were started with it have ended.
+    """
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     folder: Path = field(default_factory=Path.cwd)
+    files: tuple[Path, ...] = ()
+    name: str = ""
 
 
 Answer = wire.Promoted | wire.Unpromoted | wire.Parked
@@ -104,6 +111,7 @@ class Process:
         ended: done when it has ended.
         broken: the error it ended with, where it could say one.
         orders: whether it takes orders.
+        name: see :class:`Command`.
     """
 
     def __init__(
@@ -115,6 +123,7 @@ class Process:
         self.begun = self.died = 0
         self.broken: FerError | None = None
         self.orders = False
+        self.name = ""
         self._stand = stand
         self._writer: asyncio.StreamWriter | None = None
         self._answer: asyncio.Future[Answer] | None = None

@@ -56,7 +56,8 @@ class RankGroup:
         """
         try:
             for command in self._commands:
-                self.processes.append(await Process.start(command, self._spawn, self._stand))
+                self.processes.append(process := await Process.start(command, self._spawn, self._stand))
+                process.name = command.name
         except BaseException:
             await self.end()
             raise
@@ -100,6 +101,8 @@ class RankGroup:
             log.error("process %d does not end after SIGKILL: %s", process.pid, process.stuck())
         await self._wait(None)
         self.wedged = []
+        for path in (path for command in self._commands for path in command.files):
+            path.unlink(missing_ok=True)
         await self.close()
 
     async def close(self) -> None:
@@ -116,4 +119,5 @@ class RankGroup:
 async def explain(process: Process) -> EngineDied:
     """The death of a process as an error."""
     why = await process.why()
+    why = f"{process.name}: {why}" if process.name else why
     return EngineDied(f"engine process {process.pid} ended", why=why, pid=process.pid, status=await process.status())

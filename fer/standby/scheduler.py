@@ -39,6 +39,16 @@ class Rows(Protocol):
         """Let row ``target`` be what ``source`` was."""
 
 
+class RankRows(Rows, Protocol):
+    """Rows of one rank of an engine. All ranks take the same steps, of the same width."""
+
+    def width(self, active: int) -> int:
+        """Rows that a step of the first ``active`` ones computes."""
+
+    def advance(self, active: int, width: int | None = None) -> list[int]:
+        """As for :class:`Rows`; ``width`` is what another rank has chosen."""
+
+
 class OneRow:
     """An engine without decode graphs: one answer at a time."""
 
@@ -52,7 +62,10 @@ class OneRow:
         self._stream = self._engine.stream(ids, max_new_tokens=limit, stop=False)
         return next(self._stream)
 
-    def advance(self, active: int) -> list[int]:
+    def width(self, active: int) -> int:
+        return 1
+
+    def advance(self, active: int, width: int | None = None) -> list[int]:
         return [next(self._stream)]
 
     def move(self, source: int, target: int) -> None:
@@ -68,8 +81,11 @@ class SlotRows:
     def begin(self, row: int, ids: Sequence[int], limit: int) -> int:
         return self._decode.prompt(row, ids)
 
-    def advance(self, active: int) -> list[int]:
-        return self._decode.advance(active)
+    def width(self, active: int) -> int:
+        return self._decode.step_size(active)
+
+    def advance(self, active: int, width: int | None = None) -> list[int]:
+        return self._decode.advance(active, width)
 
     def move(self, source: int, target: int) -> None:
         import torch
@@ -83,7 +99,7 @@ class SlotRows:
                 memory[:, target].copy_(memory[:, source])
 
 
-def rows_of(engine: TransformersEngine) -> Rows:
+def rows_of(engine: TransformersEngine) -> RankRows:
     """The engine's rows, after it was recovered."""
     decode = engine.graphs()
     return OneRow(engine) if decode is None else SlotRows(decode)

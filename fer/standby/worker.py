@@ -1,7 +1,8 @@
 """The engine's process under ``fer serve``: recovers, then answers on a private socket until it is ended.
 
-Run as ``python -m fer.standby.worker --socket PATH --model PATH``. Descriptor 0 is the control socket to the
-supervisor; when that closes, the supervisor has gone, and the worker ends wherever it is.
+Run as ``python -m fer.standby.worker --socket PATH --model PATH``, or several times with ``--rank N --world N``: then
+rank 0 answers, and the others follow it (:mod:`fer.standby.lead`, :mod:`fer.standby.follow`). Descriptor 0 is the
+control socket to the supervisor; when that closes, the supervisor has gone, and the worker ends wherever it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from fer.errors import FerError, ProtocolError, UsageError
+from fer.errors import FerError, PeerRankFailed, ProtocolError, UsageError
 from fer.standby import wire
 from fer.standby.answers import Answers, listen
 
@@ -97,6 +98,9 @@ def end_with(work: Callable[[], None]) -> NoReturn:
     status = 0
     try:
         work()
+    except PeerRankFailed as error:  # its own log has the rest
+        sys.stderr.write(f"fer: {error}\n")
+        status = 1
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -116,7 +120,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fer.standby.worker")
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", help="of several ranks one for all, or separated by commas")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--batch-sizes", default="", help="separated by commas")
@@ -127,14 +133,26 @@ def load(arguments: argparse.Namespace, *, parked: bool) -> tuple[Model, Recover
     """The engine that the arguments name, recovered. Raises what :func:`fer.recover` raises."""
     import gc
 
-    from fer.engines.devices import resolve
+    from fer.engines.devices import of_rank
+    from fer.engines.ranks import Launch
     from fer.engines.transformers import TransformersEngine
     from fer.orchestrator import recover_for_duty
+    from fer.standby.cohort import store
     from fer.standby.model import TransformersModel
 
+    rank, world = arguments.rank, arguments.world
+    device = of_rank(arguments.device, rank, world)
+    launch = None
+    if world > 1:
+        launch = Launch(rank=rank, world=world, store=store(arguments.socket))
+        os.environ.update(launch.variables(device))
+        if device == "cpu":
+            _share_processors(world)
     engine = TransformersEngine(
         arguments.model,
-        device=resolve(arguments.device),
+        device=device,
+        tensor_parallel=world > 1,
+        launch=launch,
         dtype=arguments.dtype,
         max_length=arguments.max_length,
         batch_sizes=[int(size) for size in arguments.batch_sizes.split(",") if size],
@@ -144,6 +162,14 @@ def load(arguments: argparse.Namespace, *, parked: bool) -> tuple[Model, Recover
     with _few_threads() if parked else contextlib.nullcontext():
         recovered = recover_for_duty(engine, parked=parked)
     return TransformersModel(engine), recovered
+
+
+def _share_processors(world: int) -> None:
+    """Ranks that compute at the same time with as many threads as there are processors wait for each other's."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
 
 
 @contextlib.contextmanager
@@ -187,9 +213,16 @@ def _log() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     chosen = _arguments(arguments)
     _log()
-    from fer.standby import duty
+    from fer.standby import duty, follow, lead
 
-    duty.run(lambda parked: load(chosen, parked=parked), chosen.socket, connect)
+    def made(parked: bool) -> tuple[Model, Recovered]:
+        return load(chosen, parked=parked)
+
+    if chosen.world == 1:
+        duty.run(made, chosen.socket, connect)
+    if chosen.rank == 0:
+        lead.run(made, chosen.socket, connect, chosen.world)
+    follow.run(made, chosen.socket, chosen.rank, chosen.world)
 
 
 if __name__ == "__main__":

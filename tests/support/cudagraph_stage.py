@@ -99,7 +99,7 @@ class Bench:
         self.stage = stage.CudaGraphStage()
         self.plan.path.parent.mkdir(mode=0o700, exist_ok=True)
 
-    def capture(self, graphs: Any, sizes: Any, ranges: Any, *, keep: bool) -> Captured:
+    def capture(self, graphs: Any, sizes: Any, ranges: Any, *, keep: bool, agree: Any = None) -> Captured:
         self.captures.append((list(sizes), ranges is not None))
         return Captured(graphs={s: f"native {s}" for s in sizes}, outputs={s: {} for s in sizes})
 

@@ -154,7 +154,7 @@ def test_memory_held_for_a_capture_that_fails_is_given_back(
     bench.plan.recorder = SimpleNamespace(seen=None, close=lambda: None)  # type: ignore[assignment]
     given_back = []
 
-    def capture(graphs: Any, sizes: Any, ranges: Any, *, keep: bool) -> Captured:
+    def capture(graphs: Any, sizes: Any, ranges: Any, *, keep: bool, agree: Any) -> Captured:
         if ranges is not None:
             raise RuntimeError("CUDA out of memory")
         given_back.extend([ranges_.trimmed for ranges_ in (bench.plan.ranges.scratch, bench.plan.ranges.pool)])
