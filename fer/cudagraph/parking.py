@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Final
 
 from fer.cudagraph.plan import Plan
@@ -16,6 +17,16 @@ CHUNK: Final = 1 << 30
 
 FREED_S: Final = 1.0
 """Seconds after a process's end in which a driver may still be giving its memory back."""
+
+
+def fill(plan: Plan) -> None:
+    """Before an engine that is to serve allocates its cache: memory for all of it.
+
+    Raises:
+        OutOfMemory: there is not enough, and has not come within :data:`FREED_S`.
+        MappingError, DriverError: as :meth:`~fer.memory.ranges.NamedRange.map`.
+    """
+    patiently(lambda: plan.ranges.kv.map(plan.graphs.kv_bytes(), chunk=CHUNK))
 
 
 def begin(plan: Plan) -> None:
@@ -44,19 +55,23 @@ def unpark(plan: Plan) -> None:
     Raises:
         OutOfMemory: there is not enough, and has not come within :data:`FREED_S`; the engine is parked as before.
     """
-    deadline = time.monotonic() + FREED_S
-    while True:
-        try:
-            plan.ranges.kv.back(chunk=CHUNK)
-            break
-        except OutOfMemory:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.01)
+    patiently(lambda: plan.ranges.kv.back(chunk=CHUNK))
     session = plan.graphs.session
     if session is not None and (moved := session.verify_owners()):
         log.warning("graphs: %s", "; ".join(moved[:3]))
         session.capture_missing()
+
+
+def patiently(take: Callable[[], None]) -> None:
+    """Take memory, again and again for :data:`FREED_S` where there is not enough. Raises OutOfMemory: there never was."""
+    deadline = time.monotonic() + FREED_S
+    while True:
+        try:
+            return take()
+        except OutOfMemory:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.005)
 
 
 def slab(plan: Plan) -> int:

@@ -139,9 +139,10 @@ class CudaGraphStage(Wide):
             OutOfMemory: the engine is parked as before.
         """
         if self._plan is None or not self._placed:
-            # A driver may still be giving back what a dead engine held.
-            patiently = parking.patiently if start.engine.device.startswith("cuda") else _at_once
-            patiently(start.engine.unpark)
+            if start.engine.device.startswith("cuda"):
+                parking.patiently(start.engine.unpark)
+            else:
+                start.engine.unpark()
             self._allocate()
         else:
             parking.unpark(self._plan)

@@ -23,6 +23,8 @@ class SlabRange(FakeRange):
         self.lacks = 0
 
     def map(self, size: int, chunk: int = 0) -> None:
+        if self.name == "kv":
+            self._lack()
         super().map(size, chunk)
         self.asked.append(("map", size))
 
@@ -30,13 +32,16 @@ class SlabRange(FakeRange):
         self.asked.append(("slab", slab))
 
     def back(self, *, chunk: int) -> None:
-        if self.lacks:
-            self.lacks -= 1
-            raise OutOfMemory("the range kv needs 8 bytes", needed=8, free=3)
+        self._lack()
         self.asked.append(("back", 0))
 
     def rest(self) -> None:
         self.asked.append(("rest", 0))
+
+    def _lack(self) -> None:
+        if self.lacks:
+            self.lacks -= 1
+            raise OutOfMemory("the range kv needs 8 bytes", needed=8, free=3)
 
 
 @pytest.fixture
@@ -84,6 +89,17 @@ def test_memory_that_comes_back_late_is_waited_for(bench: Bench, monkeypatch: py
     assert caught.value.fields == {"needed": 8, "free": 3}
     kv(bench).lacks = 0
     bench.stage.unpark(bench.start)
+
+
+@pytest.mark.parametrize(("lacks", "path"), [(3, "restored"), (1 << 30, "loaded")])
+def test_a_start_waits_a_moment_for_what_a_dead_engine_held(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, lacks: int, path: str
+) -> None:
+    monkeypatch.setattr(parking, "FREED_S", 0.2)
+    bench.start = dataclasses.replace(bench.start, parked=False)
+    bench.restoring()
+    kv(bench).lacks = lacks
+    assert bench.run().path == path
 
 
 def test_graphs_whose_memory_moved_meanwhile_are_captured(bench: Bench) -> None:
