@@ -63,7 +63,7 @@ def unpark(plan: Plan) -> None:
 
 
 def patiently(take: Callable[[], None]) -> None:
-    """Take memory, again and again for :data:`FREED_S` where there is not enough. Raises OutOfMemory: there never was."""
+    """Take memory, again and again for :data:`FREED_S` where it lacks. Raises OutOfMemory: it still does."""
     deadline = time.monotonic() + FREED_S
     while True:
         try:
