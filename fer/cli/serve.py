@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from fer.cli import serve_flags as flags
 from fer.cli.flags import Device, Model, RuntimeDir
 from fer.cli.output import guarded
 from fer.cli.settings import settings
@@ -14,68 +13,26 @@ from fer.cli.settings import settings
 
 def serve(
     model: Model,
-    port: Annotated[int, typer.Option("--port", help="TCP port; 0 takes a free one.")] = 8000,
-    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
-    name: Annotated[str, typer.Option("--name", help="What clients call the model; by default its folder.")] = "",
+    port: flags.Port = 8000,
+    host: flags.Host = "127.0.0.1",
+    name: flags.Name = "",
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="torch's name of a dtype, or auto.")] = "auto",
-    max_length: Annotated[int, typer.Option("--max-length", help="Positions of prompt and answer together.")] = 1024,
-    batch_sizes: Annotated[
-        str, typer.Option("--batch-sizes", help="Answers decoded at once, such as 1,2,4; by default one.")
-    ] = "",
-    standbys: Annotated[
-        int,
-        typer.Option(
-            "--standbys",
-            help="Further engines that stand by, without memory for answers.",
-        ),
-    ] = 0,
-    tp: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel",
-            "--tp",
-            help="Ranks that share the model, a process and a GPU each; --device may name them: cuda:0,cuda:1.",
-        ),
-    ] = 1,
-    resume: Annotated[
-        str,
-        typer.Option(
-            "--resume",
-            metavar="retry|prefill|fail",
-            help="What becomes of an answer whose engine dies: retry makes its tokens again and goes on, prefill reads "
-            "them with the prompt (quicker, and may go on otherwise where two tokens are as likely), fail ends it.",
-        ),
-    ] = "retry",
-    queue: Annotated[int, typer.Option("--queue", help="Requests at once, waiting ones included.")] = 64,
-    wait_s: Annotated[
-        float, typer.Option("--engine-wait-s", help="Seconds a request waits for an engine to become active.")
-    ] = 60.0,
-    stall_s: Annotated[
-        float, typer.Option("--stall-s", help="Seconds without a token after which a busy engine counts as hung.")
-    ] = 300.0,
-    drain_s: Annotated[float, typer.Option("--drain-s", help="Seconds that answers have at the end.")] = 30.0,
-    batch: Annotated[
-        bool,
-        typer.Option(
-            "--batch",
-            help="Keep one more engine, for requests with service_tier flex; it is ended where others lack memory.",
-        ),
-    ] = False,
-    batch_max_length: Annotated[
-        int | None,
-        typer.Option("--batch-max-length", help="As --max-length, of the batch engine; by default the same."),
-    ] = None,
-    batch_batch_sizes: Annotated[
-        str, typer.Option("--batch-batch-sizes", help="As --batch-sizes, of the batch engine; by default the same.")
-    ] = "",
-    batch_queue: Annotated[int, typer.Option("--batch-queue", help="Requests at once of the tier flex.")] = 256,
-    batch_wait_s: Annotated[
-        float, typer.Option("--batch-wait-s", help="Seconds such a request waits for the batch engine.")
-    ] = 600.0,
-    launcher: Annotated[
-        str, typer.Option("--launcher", help="Name of the launcher that starts engines, auto, or off.")
-    ] = "auto",
+    dtype: flags.Dtype = "auto",
+    max_length: flags.MaxLength = 1024,
+    batch_sizes: flags.BatchSizes = "",
+    standbys: flags.Standbys = 0,
+    tp: flags.TensorParallel = 1,
+    resume: flags.Resume = "retry",
+    queue: flags.Queue = 64,
+    wait_s: flags.EngineWait = 60.0,
+    stall_s: flags.Stall = 300.0,
+    drain_s: flags.Drain = 30.0,
+    batch: flags.Batch = False,
+    batch_max_length: flags.BatchMaxLength = None,
+    batch_batch_sizes: flags.BatchBatchSizes = "",
+    batch_queue: flags.BatchQueue = 256,
+    batch_wait_s: flags.BatchWait = 600.0,
+    launcher: flags.Launcher = "auto",
     runtime_dir: RuntimeDir = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API has it, until SIGTERM: it drains and ends what it started.

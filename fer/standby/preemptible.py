@@ -112,7 +112,7 @@ class Preemptible:
         if target is not None and self.router.active is target:
             self.router.activate(None)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(target.idle.wait(), self._limits.drain_s)
+                await asyncio.wait_for(self.router.drained(target, shown=False), self._limits.drain_s)
         await self._end(f"it moves to {version}")
         self.poke()
 

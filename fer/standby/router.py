@@ -41,7 +41,6 @@ class Target:
         weights: what its model's files are: one with other weights does not complete its answers.
         dismissed: its end was ordered, so that no request is to blame for it.
         streams: requests it has now.
-        idle: set while it has none.
     """
 
     name: str
@@ -51,10 +50,6 @@ class Target:
     weights: str = ""
     dismissed: bool = False
     streams: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.idle.set()
 
     @property
     def answered(self) -> bool:
@@ -117,18 +112,33 @@ class Router:
         self.shown = 0
         self.on_token: Callable[[], None] | None = None
         self._stalled = stalled
-        self._changed = asyncio.Event()
+        self._changed, self._less = asyncio.Event(), asyncio.Event()
+        self._ending: Target | None = None
         self._closed = ""
         self._idle = asyncio.Event()
         self._idle.set()
 
     # -- what the supervisor does
 
-    def activate(self, target: Target | None) -> None:
-        """From now on requests go there; None: they wait."""
-        self.active = target
+    def activate(self, target: Target | None, *, ending: Target | None = None) -> None:
+        """From now on requests go there; None: they wait.
+
+        Args:
+            ending: a worker that answers nothing new, but goes on with what clients have seen of answers that are its
+                own or its predecessor's.
+        """
+        self.active, self._ending = target, ending
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def drained(self, target: Target, *, shown: bool) -> None:
+        """Wait until a worker has no request; with ``shown``, nor any answer is left that a client has seen some of."""
+        while target.streams or (shown and self.shown):
+            await self._less.wait()
+
+    def _fewer(self) -> None:
+        self._less.set()
+        self._less = asyncio.Event()
 
     async def change(self) -> None:
         """Wait until another worker is active, or none."""
@@ -178,13 +188,14 @@ class Router:
         finally:
             self.shown -= under_way.seen
             self.in_flight -= 1
+            self._fewer()
             if not self.in_flight:
                 self._idle.set()
 
     async def _through_deaths(self, answer: _Answer) -> AsyncGenerator[Event, None]:
         deaths = 0
         while True:
-            target = await self._target()
+            target = await self._target(answer)
             if answer.known and answer.weights != target.weights:
                 answer.begin_anew()  # raises where a client has seen tokens of the other model
                 yield Anew()
@@ -226,9 +237,11 @@ class Router:
         if delivered and self.resume == "fail":
             raise RequestError("the engine died in the middle of this answer", status=502, code="engine_died")
 
-    async def _target(self) -> Target:
+    async def _target(self, answer: _Answer) -> Target:
         deadline = time.monotonic() + self.limits.wait_s
         while self.active is None:
+            if self._ending is not None and answer.seen and answer.weights == self._ending.weights:
+                return self._ending
             left = deadline - time.monotonic()
             if left <= 0:
                 raise _unavailable(f"no engine became active in {self.limits.wait_s:g} s")
@@ -238,7 +251,7 @@ class Router:
 
     async def _notice(self, gone: Target) -> None:
         """Wait until the supervisor has seen that this worker is dead. It has the pidfd; we saw a socket close."""
-        if self.active is gone:
+        if gone in (self.active, self._ending):
             try:
                 await asyncio.wait_for(self._changed.wait(), NOTICE_S)
             except TimeoutError:
@@ -251,7 +264,6 @@ class Router:
         except OSError as error:
             raise WorkerGone from error
         target.streams += 1
-        target.idle.clear()
         try:
             writer.write(wire.line(request))
             await writer.drain()
@@ -264,8 +276,7 @@ class Router:
             raise WorkerGone from error
         finally:
             target.streams -= 1
-            if not target.streams:
-                target.idle.set()
+            self._fewer()
             writer.close()
 
     async def _next(self, target: Target, reader: asyncio.StreamReader) -> wire.Event:

@@ -96,9 +96,8 @@ class Succession:
         if target is None or (self._router.active is not target and was != "draining"):
             return
         member.become("ending")
-        if self._router.active is target:
-            self._router.activate(None)
-            self._router.on_token = None
+        self._router.activate(None)
+        self._router.on_token = None
         if died is not None:
             self.outage = Outage(died=died.died)
             log.warning("%s, process %d, died while %s", member.name, died.pid, was)
@@ -275,27 +274,29 @@ class Succession:
         Raises:
             RequestError: the new one could not take over, or answers did not end in time; then the former one serves.
         """
-        async with self.changing:
-            await self.settled()  # a promotion that is under way may make somebody active yet
-            new = new or self._candidate()
-            before, updates = self.version, new.version is not self.version
-            old = self.active
-            if old is not None:
-                await self._relieve(old, finish=updates and not cut)
-                if old.role == "active":
-                    raise self._undrained(updates)
-                if updates and old.role != "standby" and self._router.shown and not cut:
-                    # It died, and what clients have seen of its answers only an engine of its version can go on with.
-                    raise RequestError(
-                        f"{old.name} died while its answers ended", fix="Ask again", status=409, code="interrupted"
-                    )
-            if new.role == "standby":
-                if updates:
-                    self.version, self.fallback = new.version, before
-                await self._promote(new)
-                if updates and self.active is not new and self.version is new.version:
-                    self.version, self.fallback = before, None
-        self.elect()  # what died or failed meanwhile has left that to us
+        try:
+            async with self.changing:
+                await self.settled()  # a promotion that is under way may make somebody active yet
+                new = new or self._candidate()
+                before, updates = self.version, new.version is not self.version
+                old = self.active
+                if old is not None:
+                    await self._relieve(old, finish=updates and not cut)
+                    if old.role == "active":
+                        raise self._undrained(updates)
+                    if updates and old.role != "standby" and self._router.shown and not cut:
+                        # It died, and only an engine of its version can go on with what clients have seen of it.
+                        raise RequestError(
+                            f"{old.name} died while its answers ended", fix="Ask again", status=409, code="interrupted"
+                        )
+                if new.role == "standby":
+                    if updates:
+                        self.version, self.fallback = new.version, before
+                    await self._promote(new)
+                    if updates and self.active is not new and self.version is new.version:
+                        self.version, self.fallback = before, None
+        finally:
+            self.elect()  # what died or failed meanwhile has left that to us
         await self.settled()
         if new.role != "active":
             fix = "The former engine serves, or the next one will; see /status"
@@ -312,17 +313,23 @@ class Succession:
         assert old.target is not None and old.group is not None
         target, group = old.target, old.group
         old.become("draining")
-        self._router.activate(None)
+        self._router.activate(None, ending=target if finish else None)
         self._tell()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(target.idle.wait(), self._limits.drain_s)
-        kept = not target.idle.is_set() and (self._router.resume == "fail" or (finish and self._router.shown > 0))
+        ends = asyncio.ensure_future(self._router.drained(target, shown=finish))
+        gone = asyncio.ensure_future(old.until(lambda: old.role != "draining"))
+        await asyncio.wait([ends, gone], timeout=self._limits.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        kept = not ends.done() and (self._router.resume == "fail" or (finish and self._router.shown > 0))
+        for waiting in (ends, gone):
+            waiting.cancel()
         if old.role == "draining" and kept:
             old.become("active")
             self._router.activate(target)
             return
+        self._router.activate(None)
         answer = await group.first.ask(wire.Park()) if group.first.orders else None
-        if old.role == "draining":  # else it has died meanwhile
+        if answer is None and group.first.orders:
+            await old.until(lambda: old.role != "draining")  # it has died, which is seen at once
+        if old.role == "draining":
             old.parked = isinstance(answer, wire.Parked) and answer.freed
             old.become("standby")
 

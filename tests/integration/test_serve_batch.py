@@ -118,7 +118,7 @@ def test_many_preemptions_are_no_fault_of_a_request(start: Start, keeper: Keeper
     for number in range(1, 5):  # more than the engines that may die under a request
         assert service.admin("POST", "/admin/batch/pause").status == 200
         assert service.status()["batch"]["role"] == "paused"
-        assert not any(process["pid"] for process in service.status()["batch"]["processes"] if _alive(process["pid"]))
+        assert not any(_alive(process["pid"]) for process in service.status()["batch"]["processes"])
         assert service.admin("POST", "/admin/batch/resume").status == 200
         stream.read(5)
         assert batch(service)["preempted"] == {"order": number}
@@ -197,7 +197,7 @@ def test_it_is_not_started_before_an_online_engine_is_active(start: Start, keepe
         kill_and_wait(int(pid))
     service.until_status("online starts", lambda status: status["members"][0]["role"] == "starting")
     assert service.status()["batch"]["role"] in ("starting", "ending", "paused")
-    assert not [pid for process in service.status()["batch"]["processes"] if _alive(pid := process["pid"])]
+    assert not any(_alive(process["pid"]) for process in service.status()["batch"]["processes"])
     fault.unlink()
     service.until("active")
     batch(service)

@@ -35,7 +35,8 @@ class Room:
             used, size = self.used(), int((self._folder / "size").read_text())
             if what not in used and len(used) + 1 > size:
                 free = max(0, size - len(used))
-                raise OutOfMemory("the pretended card is full", why=f"1 piece is needed, {free} free", needed=1, free=free)
+                why = f"1 piece is needed, {free} free"
+                raise OutOfMemory("the pretended card is full", why=why, needed=1, free=free)
             (self._folder / f"{os.getpid()}.{what}").touch()
 
     def give(self, what: str) -> None:

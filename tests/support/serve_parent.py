@@ -25,7 +25,8 @@ def main() -> None:
     rows = str(asked.pop("rows", 4))
     module = asked.pop("engine", "tests.support.serve_engine")
     limits = Limits(term_s=asked.pop("term_s", 5.0), kill_s=5.0)
-    supervisor = SupervisorLimits(start_s=asked.pop("start_s", 30.0), drain_s=asked.pop("drain_s", 10.0), settle_s=asked.pop("settle_s", 0.2), end=limits)
+    given = {"start_s": 30.0, "drain_s": 10.0, "settle_s": 0.2}
+    supervisor = SupervisorLimits(**{name: asked.pop(name, usual) for name, usual in given.items()}, end=limits)
     router = RouterLimits(**{name: asked.pop(name) for name in ("requests", "wait_s", "stall_s") if name in asked})
     member.FIRST_DELAY_S = asked.pop("first_delay_s", member.FIRST_DELAY_S)
 

@@ -80,15 +80,15 @@ class Service:
     def stream(self, prompt: str, count: int, **more: Any) -> Stream:
         return Stream(self, {"model": "tiny", "prompt": prompt, "max_tokens": count, "stream": True, **more})
 
-    def admin(self, method: str, path: str) -> Reply:
-        """A request at the admin socket."""
+    def admin(self, method: str, path: str, body: Any = None) -> Reply:
+        """A request at the admin socket, with JSON where there is any."""
         status = next(iter(Path(os.environ["FER_RUNTIME_DIR"]).glob("serve-*/admin.sock")))
         connection = http.client.HTTPConnection("localhost", timeout=LIMIT_S)
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.settimeout(LIMIT_S)
         connection.sock.connect(str(status))
         try:
-            connection.request(method, path)
+            connection.request(method, path, None if body is None else json.dumps(body).encode())
             response = connection.getresponse()
             return Reply(response, response.read())
         finally:
