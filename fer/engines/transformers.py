@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fer.engines import cache, estimate, fp8, pretrained, process, ranks
+from fer.engines import cache, compiled, estimate, fp8, pretrained, process, ranks
 from fer.engines.base import Engine, EngineIdentity, Ranks
 from fer.engines.quiet import quiet
 from fer.errors import CheckpointError, FerBug, OptionError, UsageError
@@ -54,6 +54,8 @@ class TransformersEngine(Engine):
         trust_remote_code: let the folder's own Python files run.
         batch_sizes: decode this many rows at a time from CUDA graphs, sizes with most traffic first; empty decodes
             without graphs. Of models whose layers all attend to everything.
+        compile: run the model through ``torch.compile`` with this backend, such as ``"inductor"``; empty runs it as it
+            is. Not together with ``batch_sizes``.
 
     Attributes:
         folder: absolute, with links followed when the engine was made.
@@ -82,6 +84,7 @@ class TransformersEngine(Engine):
         matmul: str = "auto",
         trust_remote_code: bool = False,
         batch_sizes: Sequence[int] = (),
+        compile: str = "",
     ) -> None:
         if matmul not in ("auto", *fp8.MATMULS):
             raise OptionError(f"matmul={matmul!r} is not known", fix=f"Use auto, {', '.join(fp8.MATMULS)}")
@@ -110,6 +113,16 @@ class TransformersEngine(Engine):
         if any(size < 1 for size in batch_sizes) or len(set(batch_sizes)) != len(batch_sizes):
             raise OptionError(f"batch_sizes={batch_sizes!r} cannot be", fix="Give different numbers from 1 on")
         self._batch_sizes = tuple(batch_sizes)
+        if compile and batch_sizes:
+            raise OptionError(
+                "batch_sizes and compile exclude each other",
+                why="a graph holds the kernels of the steps it was captured from",
+                fix="Leave one of them out",
+            )
+        if compile:
+            compiled.check(compile)
+        self.compile = compile
+        self._compiled: compiled.Compiled | None = None
         self._decode: TransformersGraphs | None = None
 
     @property
@@ -137,7 +150,7 @@ class TransformersEngine(Engine):
 
     def adopt(self, module: nn.Module) -> None:
         self._module = module
-        self._cache = None
+        self._cache = self._compiled = None
         # Newer Transformers renamed the argument and warns about the old name.
         accepted = inspect.signature(self._module.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
@@ -239,16 +252,18 @@ class TransformersEngine(Engine):
         return cache.cache_bytes(config, rows, self.max_length, itemsize, self.identity().ranks.tp_size)
 
     def warm_up(self) -> None:
-        """Run the decode path once, so that the first answer pays for no lazy initialisation."""
-        list(self.stream([self._any_token()], max_new_tokens=2, stop=False))
+        """Run the decode path once, so that the first answer pays for no lazy initialisation or compilation."""
+        list(self.stream([self.any_token()], max_new_tokens=2, stop=False))
+        if self.compile:
+            compiled.warm_up(self, self.compile)
 
     def first_token(self) -> None:
-        list(self.stream([self._any_token()], max_new_tokens=1, stop=False))
+        list(self.stream([self.any_token()], max_new_tokens=1, stop=False))
 
     def self_test(self) -> None:
         # With graphs the first token is a prompt's, and a graph makes the second.
         tokens = 1 if self.graphs() is None else 2
-        made = list(self.stream([self._any_token()], max_new_tokens=tokens, stop=False))
+        made = list(self.stream([self.any_token()], max_new_tokens=tokens, stop=False))
         vocabulary = self.module.config.get_text_config().vocab_size
         if len(made) != tokens or not all(0 <= token < vocabulary for token in made):
             raise FerBug("the engine's self-test made no token of its vocabulary", why=repr(made))
@@ -311,18 +326,27 @@ class TransformersEngine(Engine):
         if decode is not None:
             yield from self._stream_from(decode, ids, max_new_tokens, self._ends() if stop else frozenset())
             return
+        ends = self._ends() if stop else frozenset()
+        logits = self.prefill(ids)
+        for number in range(max_new_tokens):
+            token = int(logits.argmax())
+            if token in ends:
+                return
+            yield token
+            if number + 1 < max_new_tokens:
+                logits = self.advance(token)
+
+    def prefill(self, ids: Sequence[int]) -> torch.Tensor:
+        """Begin an answer: logits after a prompt, shape ``(vocabulary,)``. Not with ``batch_sizes``."""
         if self._cache is None:
             self.allocate_kv()
         with torch.inference_mode():  # the cache's tensors are made inside it and may be written nowhere else
             self._cache.reset()
-        ends = self._ends() if stop else frozenset()
-        step = list(ids)
-        for _ in range(max_new_tokens):
-            token = self._next(step)
-            if token in ends:
-                return
-            yield token
-            step = [token]
+        return self._forward(ids)
+
+    def advance(self, token: int) -> torch.Tensor:
+        """Go on with an answer that :meth:`prefill` began: logits after one more token, shape ``(vocabulary,)``."""
+        return self._forward([token])
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Logits of every position of a prompt, shape ``(len(ids), vocabulary)``, without a cache."""
@@ -356,16 +380,21 @@ class TransformersEngine(Engine):
             self._decode.module, self._decode.cache_name = self._module, self._cache_name
 
     @torch.inference_mode()
-    def _next(self, ids: Sequence[int]) -> int:
+    def _forward(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits of the last of these tokens, which go into the cache; shape ``(vocabulary,)``."""
+        if self.compile and self._compiled is None:
+            self._compiled = compiled.Compiled(self.module, self.compile)
+        model = self.module if self._compiled is None else self._compiled
         batch = torch.tensor([list(ids)], device=self.device)
-        output = self.module(input_ids=batch, use_cache=True, logits_to_keep=1, **{self._cache_name: self._cache})
-        return int(output.logits[0, -1].argmax())
+        output = model(input_ids=batch, use_cache=True, logits_to_keep=1, **{self._cache_name: self._cache})
+        return output.logits[0, -1]  # type: ignore[no-any-return]
 
     def _ends(self) -> frozenset[int]:
         end = self.module.generation_config.eos_token_id
         return frozenset(end if isinstance(end, list) else [] if end is None else [end])
 
-    def _any_token(self) -> int:
+    def any_token(self) -> int:
+        """A token of the vocabulary, to warm up with."""
         start = self.module.config.get_text_config().bos_token_id
         return start if isinstance(start, int) else 0
 

@@ -63,7 +63,8 @@ def _look(nvml: Any) -> Seen | None:
         return None
     driver = ctypes.create_string_buffer(80)
     nvml.nvmlSystemGetDriverVersion(driver, ctypes.c_uint(len(driver)))
-    found, sizes = [], set()
+    found: list[tuple[int, str, str]] = []
+    sizes: set[int] = set()
     for index in range(count.value):
         device = ctypes.c_void_p()
         major, minor = ctypes.c_int(), ctypes.c_int()

@@ -17,6 +17,9 @@ from fer.kernels import compat, elf, gpus, inductor
 from fer.kernels.components import TRITON, Component, Found, Wanted
 from fer.kernels.entry import Odd, read
 
+MARKER: Final = "marker.json"
+"""The one file of a completion marker."""
+
 _PASSING: Final = re.compile(r"(\.lock|\.tmp|\.tmp\..*|lock|\.ninja_lock)$|^\.?tmp")
 _RANK: Final = re.compile(r"rank_tp(\d+)_pp(\d+)_dp(\d+)(?:_gpu[\w-]+)?\.json$")
 
@@ -79,13 +82,18 @@ def _compute_cache(environ: Mapping[str, str]) -> Path | None:
     return Path(chosen).parent if Path(chosen).name == "ComputeCache" else None
 
 
-def _inductor_root(environ: Mapping[str, str]) -> Path | None:
-    from fer.kernels.store import folder
+def of_fer(name: str) -> Callable[[Mapping[str, str]], Path | None]:
+    """A folder of FER's own."""
 
-    try:
-        return folder() / "inductor"
-    except RuntimeError:
-        return None  # a user without a home
+    def where(environ: Mapping[str, str]) -> Path | None:
+        from fer.kernels.store import folder
+
+        try:
+            return folder() / name
+        except RuntimeError:
+            return None  # a user without a home
+
+    return where
 
 
 def folders(depth: int, whole: Whole, *, pattern: str = "*") -> Callable[[Path, Wanted], Iterator[Found]]:
@@ -264,13 +272,22 @@ OTHERS: Final = (
     ),
     Component(  # torch's own cache artifacts, see fer.kernels.inductor
         name="inductor",
-        where=_inductor_root,
+        where=of_fer("inductor"),
         complete=_inductor_entries,
         places="[^/]+",
         relocatable=True,
         facts=_torch,
         mutable=True,
         traps="pickles; keyed by the GPU's name; tracing still runs; its kernels' binaries are in Triton's cache",
+    ),
+    Component(  # FER's own, see fer.kernels.markers
+        name="markers",
+        where=of_fer("markers"),
+        complete=folders(1, lambda folder, files: files == [MARKER] and _any(folder, files)),
+        places="[a-z0-9-]+-[0-9a-f]{24}",
+        relocatable=True,
+        mutable=True,
+        traps="worth nothing without the kernels they name",
     ),
     Component(  # SGLang and vLLM: <engine>/gpu_p2p_access_cache_for_<CUDA_VISIBLE_DEVICES>.json
         name="p2p-map",

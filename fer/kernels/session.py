@@ -163,7 +163,8 @@ class Session:
 
         assert self._root is not None
         places = {name: component.where(os.environ) for name, component in REGISTRY.items()}
-        return {name: place for name, place in places.items() if place is not None} | {"triton": self._root}
+        own = {name: store.folder(self._home) / name for name in ("inductor", "markers")}
+        return {name: place for name, place in places.items() if place is not None} | own | {"triton": self._root}
 
     def _compiler(self, start: Start) -> None:
         """What torch's compiler kept in an earlier start, back into it; its kernels are in Triton's cache."""

@@ -346,7 +346,7 @@ class _Staging:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def place(self, each: Entry, files: list[tuple[str, bytes]]) -> None:
-        """Write a complete entry and put it where it belongs, or hand it over. Raises OSError, maybe of an earlier one."""
+        """Write a complete entry and put it where it belongs, or hand it over. Raises OSError, also of earlier ones."""
         if not self._slow:
             begun = time.perf_counter()
             self._note(each.path, self._write(each, self._folder(each), files))

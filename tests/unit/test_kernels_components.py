@@ -1,4 +1,4 @@
-"""The other caches: what of each is complete, where it may be used, and markers of completed walks."""
+"""The other caches: what of each is complete, and where it may be used."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from fer.kernels import compare, compat, gpus, inductor, markers, pack, registry, unpack
+from fer.kernels import compare, compat, gpus, inductor, pack, registry, unpack
 from fer.kernels.compat import Live
 from fer.kernels.gpus import Seen
-from fer.kernels.markers import Marker
 from fer.kernels.registry import REGISTRY
 from fer.kernels.unpack import Outcome, Terms
 from tests.support import kernel_entries as made
 
-HERE = Seen(archs=(90,), names=("H200",), multiprocessors=(132,), uuids=("GPU-a", "GPU-b"), driver="580.1", cuda=(13, 0))
+HERE = Seen(
+    archs=(90,), names=("H200",), multiprocessors=(132,), uuids=("GPU-a", "GPU-b"), driver="580.1", cuda=(13, 0)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,7 @@ FILES: dict[str, dict[str, bytes]] = {
     "flashinfer-autotune": {f"v/sm90/key/rank_tp{rank}_pp0_dp0.json": b"{}" for rank in (0, 1)},
     "flashinfer-jit": {"v/90a/cached_ops/op/op.so": LIBRARY, "v/90a/cached_ops/op/build.ninja": b"rule"},
     "compute-cache": {"ComputeCache/index": b"index", "ComputeCache/a/b/c": b"code"},
+    "markers": {f"deepgemm-{'0' * 24}/marker.json": b"{}"},
     "p2p-map": {"sglang/gpu_p2p_access_cache_for_0,1.json": b"{}"},
     "sglang-cute": {"fingerprint/object.o": LIBRARY},
     "sglang-jit": {
@@ -236,41 +238,3 @@ def test_a_damaged_blob_is_not_loaded(tmp_path: Path) -> None:
     (folder / "m" / inductor.NEEDS).write_text(json.dumps({"sha256": "0" * 64, "kernels": []}))
     assert inductor.load(folder, "m", None) is None
     assert inductor.load(folder, "other", None) is None
-
-
-# -- markers (K15)
-
-
-def marker(**changed: Any) -> Marker:
-    facts: dict[str, Any] = {"engine": "sglang 0.5.23", "model": "m", "tp": 8, "arch": "90a", "sweep": "deepgemm"}
-    return Marker(**{**facts, "first": 1, "last": 4096, **changed})
-
-
-def test_a_completed_walk_is_left_out_and_another_is_not(tmp_path: Path) -> None:
-    root = fill("deepgemm", tmp_path / "dg")
-    assert not markers.done(marker(), root)
-    markers.write(marker(), root)
-    assert markers.done(marker(), root)
-    assert markers.done(marker(first=16, last=2048), root)
-    assert "was for 1 to 4096" in markers.why_not(marker(last=8192), root)
-    for other in ({"tp": 4}, {"engine": "sglang 0.5.24"}, {"model": "n"}, {"arch": "100a"}, {"sweep": "other"}):
-        assert not markers.done(marker(**other), root)
-
-
-def test_a_marker_is_worth_nothing_without_its_kernels(tmp_path: Path) -> None:
-    root = fill("deepgemm", tmp_path / "dg")
-    path = markers.write(marker(), root)
-    assert oct(path.parent.stat().st_mode)[-3:] == "700"
-    next(root.rglob("kernel.cubin")).write_bytes(b"")
-    assert "1 of its 1 kernels are missing" in markers.why_not(marker(), root)
-    path.write_text("{")
-    assert not markers.done(marker(), root)
-    markers.write(marker(), root)
-    assert markers.why_not(marker(), root) == "the walk left no kernels"
-
-
-def test_a_restored_cache_and_its_marker(tmp_path: Path) -> None:
-    source = fill("deepgemm", tmp_path / "dg")
-    markers.write(marker(), source)
-    move("deepgemm", source, tmp_path / "elsewhere", tmp_path)
-    assert markers.done(marker(), tmp_path / "elsewhere")

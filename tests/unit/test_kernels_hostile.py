@@ -167,6 +167,7 @@ def test_hostile_names_in_the_manifest_are_refused(archive: Path, tmp_path: Path
         ("p2p-map", "fontconfig", "x.json"),
         ("compute-cache", "other", "x.json"),
         ("deepgemm", "x", "kernel.cu"),
+        ("markers", "deepgemm-0", "marker.json"),
     ],
 )
 def test_entries_where_their_cache_has_none_are_refused(tmp_path: Path, component: str, path: str, name: str) -> None:
