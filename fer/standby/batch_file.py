@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,6 +121,10 @@ class Output:
         except OSError as error:
             raise UsageError(f"{self.path} cannot be written", why=error.strerror or str(error)) from error
         try:
+            if not stat.S_ISREG(os.fstat(self._fd.fileno()).st_mode):
+                raise UsageError(
+                    f"{self.path} is no file", fix="Give another --output: it is read when it is gone on with"
+                )
             fcntl.flock(self._fd.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._recall(self._fd.fileno())
         except BlockingIOError as error:

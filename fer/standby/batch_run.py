@@ -168,8 +168,9 @@ class Runner:
                     results.answer(asked, status, found)
                     self._count(asked, status, found, progress)
                 return
-            pause = min(LONGEST_PAUSE_S, max(pause * 2.0, after))
-            if time.monotonic() + pause > deadline or self._stop.wait(pause):
+            pause = min(LONGEST_PAUSE_S, pause * 2.0)
+            wait_s = max(pause, after)
+            if time.monotonic() + wait_s > deadline or self._stop.wait(wait_s):
                 with self._lock:
                     progress.left += 1
                     progress.complain(f"line {asked.number}: no answer to {asked.custom_id!r} yet: {why}")

@@ -25,7 +25,7 @@ from starlette.routing import BaseRoute, Route
 
 from fer import paths
 from fer.engines.devices import named
-from fer.errors import CheckpointError, OptionError
+from fer.errors import OptionError
 from fer.memory import fdpass
 from fer.standby.admin import ADMIN
 from fer.standby.eviction import evict
@@ -36,7 +36,7 @@ from fer.standby.process import Command, Spawn, through
 from fer.standby.rank_commands import of_ranks
 from fer.standby.router import RESUMES, Resume, Router, RouterLimits, Target
 from fer.standby.supervisor import Commands, State, Supervisor, SupervisorLimits
-from fer.standby.version import Version
+from fer.standby.version import Version, positions
 from fer.weights.keeper import notify
 from fer.weights.keeper.process import apart, born, settings_file
 from fer.weights.keeper.sockets import choose_dir
@@ -103,14 +103,18 @@ class Settings:
                 raise OptionError(f"batch sizes {sizes} cannot be", fix="Give different numbers from 1 on")
         if self.batch_router.requests < 1:
             raise OptionError("no requests at all cannot be", fix="Raise --batch-queue")
+        if not self.batch and (self.batch_max_length is not None or self.batch_rows):
+            raise OptionError("settings of a batch engine without one cannot be", fix="Add --batch")
         if self.tp < 1:
             raise OptionError(f"an engine of {self.tp} ranks cannot be", fix="Give --tp a number from 1 on")
         named(self.device, self.tp)
-        try:
-            (self.model / "config.json").stat()
-        except OSError as error:
-            why = f"config.json: {error.strerror}"
-            raise CheckpointError(f"{self.model} is no model folder", why=why, path=str(self.model)) from error
+        most, asked = positions(self.model), max(self.max_length, self.batch_max_length or 0)
+        if most is not None and asked > most:
+            raise OptionError(
+                f"{asked} positions are more than {self.model.name} was made for",
+                why=f"its max_position_embeddings is {most}",
+                fix="Lower --max-length, or --batch-max-length",
+            )
 
 
 def worker(settings: Settings) -> Commands:

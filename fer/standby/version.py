@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from fer.errors import CheckpointError
 from fer.standby.process import Command
 from fer.standby.wire import Ready
 
@@ -62,3 +65,21 @@ class Version:
         for name, stat in found:
             digest.update(repr((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)).encode())
         return digest.hexdigest()[:16]
+
+
+def positions(folder: Path) -> int | None:
+    """The positions that a model was made for, None where its configuration does not say.
+
+    Raises:
+        CheckpointError: the folder is none of a model.
+    """
+    try:
+        config: Any = json.loads((folder / "config.json").read_bytes())
+        text = config.get("text_config") or config
+        found = text.get("max_position_embeddings")
+    except OSError as error:
+        why = f"config.json: {error.strerror}"
+        raise CheckpointError(f"{folder} is no model folder", why=why, path=str(folder)) from error
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder} is no model folder", why=f"config.json: {error}", path=str(folder)) from error
+    return found if isinstance(found, int) and found > 0 else None

@@ -243,10 +243,14 @@ def test_without_a_folder_or_with_one_of_no_model_nothing_is_begun(
     start: Start, keeper: Keeper, tmp_path: Path
 ) -> None:
     service = start()
-    (tmp_path / "empty").mkdir()
-    for folder in (tmp_path / "nowhere", tmp_path / "empty"):
-        reply = update(service, folder)
-        assert reply.status == 409 and reply.json["fer"]["kind"] == "CheckpointError"
+    for name, config in (("empty", None), ("torn", "{"), ("list", "[]"), ("short", '{"max_position_embeddings": 512}')):
+        (tmp_path / name).mkdir()
+        if config is not None:
+            (tmp_path / name / "config.json").write_text(config)
+    for name in ("nowhere", "empty", "torn", "list", "short"):
+        reply = update(service, tmp_path / name)
+        kind = "OptionError" if name == "short" else "CheckpointError"
+        assert reply.status == 409 and reply.json["fer"]["kind"] == kind, reply.body
     assert service.admin("POST", "/admin/update", {"folder": "x"}).status == 400
     assert service.status()["update"]["failed"] == 0
     serves(service, 1)
