@@ -32,7 +32,7 @@ from bench.serve_cpu import LIMIT_S, ROWS, WARM, Service, launcher, service
 from bench.standby_cpu import kept, killed
 
 SIZES = (1, 2, 4, 8, 16, 32)
-LAYERS, HEADS, WIDTH, VOCABULARY = 36, 8, 128, 151936  # of bench.graphs_start's model
+LAYERS, HEADS, WIDTH = 36, 8, 128  # of bench.graphs_start's model
 NAMES = {"standby": "standby", "launcher": "launcher", "interpreter": "keeper", "plain": "plain"}
 PROVEN_S = 180.0
 
@@ -45,18 +45,13 @@ def length_for(gib: float) -> int:
 
 def make(folder: Path) -> None:
     """The model, and a tokenizer in which each token is a word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tests.support.serve_models import add_words
 
     if not (folder / "config.json").exists():
         command = [sys.executable, "-m", "bench.graphs_start", "make", str(folder), str(LAYERS)]
         subprocess.run(command, check=True)
     if not (folder / "tokenizer.json").exists():
-        words = {f"w{number}": number for number in range(VOCABULARY)}
-        inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
-        inner.pre_tokenizer = pre_tokenizers.Whitespace()
-        made: Any = PreTrainedTokenizerFast
-        made(tokenizer_object=inner, unk_token="w0").save_pretrained(folder)
+        add_words(folder)
 
 
 class Bench:

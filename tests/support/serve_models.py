@@ -1,8 +1,9 @@
-"""Tiny model folders that can be served: with a tokenizer whose tokens are bytes."""
+"""Model folders that can be served: with a tokenizer whose tokens are bytes, or words."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
@@ -20,4 +21,19 @@ def add_tokenizer(folder: Path) -> Path:
     made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     made.chat_template = TEMPLATE
     made.save_pretrained(folder)
+    return folder
+
+
+def add_words(folder: Path) -> Path:
+    """Write a tokenizer in which each token is a word, so that a stream shows each token of a random model at once."""
+    import json
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    count = int(json.loads((folder / "config.json").read_text())["vocab_size"])
+    inner = Tokenizer(models.WordLevel({f"w{number}": number for number in range(count)}, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    made: Any = PreTrainedTokenizerFast
+    made(tokenizer_object=inner, unk_token="w0").save_pretrained(folder)
     return folder
