@@ -33,6 +33,8 @@ ANSWER_S = 5.0
 """Seconds that an idle rank has to say that it is there."""
 WORK_S = 120.0
 """Seconds that a rank has for its memory, or all together for their first token: captures are among that."""
+NOTICE_S = 0.5
+"""Seconds after the end of a rank in which the supervisor, who can say what it died of, ends the others."""
 _AGAIN_S = 0.005
 """Seconds between attempts of a rank to reach rank 0, which may not listen yet."""
 
@@ -203,6 +205,7 @@ def watch(links: Sequence[Link], names: Sequence[str]) -> None:
 
     def wait() -> NoReturn:
         ended = {fd for fd, _ in poll.poll()}
+        time.sleep(NOTICE_S)
         gone = ", ".join(name for fd, name in zip(fds, names, strict=True) if fd in ended)
         give_up(f"{gone} has ended, and this rank ends with it")
 

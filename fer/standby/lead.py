@@ -86,6 +86,7 @@ class LedEngine:
         return self._engine.report
 
     def park(self) -> bool:
+        self._call_the_roll()
         self._cohort.tell(rank_wire.Park())
         freed = [self._engine.park() if not self._engine.parked else True]
         freed += [isinstance(answer, rank_wire.Done) for _, answer in self._cohort.hear(WORK_S)]
@@ -100,8 +101,7 @@ class LedEngine:
             PeerRankFailed: a rank has gone or stands still. This process is to end then.
         """
         begin = time.perf_counter()
-        self._cohort.tell(rank_wire.Here())
-        self._cohort.hear(ANSWER_S)
+        self._call_the_roll()
         self._back()
         backed = time.perf_counter()
         self._cohort.tell(rank_wire.Prove())
@@ -109,6 +109,11 @@ class LedEngine:
             self._engine.prove()
         self._cohort.hear(WORK_S)
         return {"backing": backed - begin, "self_test": time.perf_counter() - backed}
+
+    def _call_the_roll(self) -> None:
+        """A rank that stands still is found out now, and not after the time that work may take."""
+        self._cohort.tell(rank_wire.Here())
+        self._cohort.hear(ANSWER_S)
 
     def _back(self) -> None:
         self._cohort.tell(rank_wire.Back())

@@ -70,9 +70,13 @@ class RankGroup:
         """Wait for the first process that ends."""
         endings = [asyncio.shield(process.ended) for process in self.processes]
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-        # Of several at once the one that could say why is most likely the cause.
         ended = sorted((process for process in self.processes if process.ended.done()), key=lambda p: p.died)
-        return next((process for process in ended if process.broken), ended[0])
+        if len(ended) == 1:
+            return ended[0]
+        # Of several at once the one that could say why is most likely the cause, or else the one that was killed:
+        # ranks end by themselves when another one has.
+        killed = [process for process in ended if await process.status() < 0]
+        return next((process for process in ended if process.broken), [*killed, *ended][0])
 
     @property
     def first(self) -> Process:

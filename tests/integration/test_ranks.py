@@ -34,8 +34,9 @@ def test_ranks_find_each_other_and_agree(children: Children, tmp_path: Path) -> 
 
 
 def test_who_says_no_waits_for_nobody_and_a_dead_rank_is_noticed(children: Children, tmp_path: Path) -> None:
-    first, _ = vote(children, "dissent", tmp_path / "dissent")
-    assert first["alone"] is False
+    found = vote(children, "dissent", tmp_path / "dissent")
+    assert [each["late"] for each in found] == [False, False]
+    assert [each["after"] for each in found] == [[True, False]] * 2, "votes still belong together"
     first, _ = vote(children, "death", tmp_path / "death")
     assert first["error"]["kind"] == "PeerRankFailed" and "cannot agree" in first["error"]["what"]
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from fer.engines import ranks
@@ -37,13 +38,14 @@ def main() -> None:
     place = ranks.of_launch("tp", "cpu")
     found["place"] = [place.tp_rank, place.tp_size, place.local_size]
     found["both"] = [ranks.agree(True, "cpu"), ranks.agree(rank == 0, "cpu"), ranks.agree(True, "cpu")]
-    if job == "dissent":  # the other never votes
+    if job == "dissent":  # the other votes only after this one has gone on
         ranks.DISSENT_S = 0.1
-        if rank == 0:
-            found["alone"] = ranks.agree(False, "cpu")
-        else:
-            print(json.dumps(found), flush=True)
-            signal.pause()
+        went_on = store.with_suffix(".went-on")
+        while rank == 1 and not went_on.exists():
+            time.sleep(0.005)
+        found["late"] = ranks.agree(rank == 1, "cpu")
+        went_on.touch()
+        found["after"] = [ranks.agree(True, "cpu"), ranks.agree(rank == 0, "cpu")]
     if job == "death":
         if rank == 1:
             print(json.dumps(found), flush=True)
