@@ -123,6 +123,7 @@ class TransformersGraphs(DecodeGraphs):
     ) -> None:
         self.batch_sizes = tuple(batch_sizes)
         self.rows, self.length, self.dtype, self.device = max(batch_sizes), length, dtype, device
+        self.world = world
         self.layers = int(config.num_hidden_layers)
         self.heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // world
         self.width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -225,9 +226,15 @@ class TransformersGraphs(DecodeGraphs):
         return token
 
     def step_size(self, active: int) -> int:
-        """Rows that a step of the first ``active`` ones computes: those of the smallest graph that takes them."""
+        """Rows that a step of the first ``active`` ones computes: those of the smallest graph that takes them.
+
+        Several ranks compute as many, whichever graphs each has: their collectives must fit each other.
+        """
         with self._lock:
-            return min((size for size in self._graphs if size >= active), default=active)
+            sizes = [*self._graphs]
+        if self.world > 1 and self.device.startswith("cuda"):
+            sizes = [*self.batch_sizes]
+        return min((size for size in sizes if size >= active), default=active)
 
     @torch.inference_mode()
     def advance(self, active: int, width: int | None = None) -> list[int]:

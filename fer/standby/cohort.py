@@ -23,7 +23,7 @@ from fer.memory import fdpass
 from fer.standby import rank_wire
 from fer.standby.answers import listen
 from fer.standby.wire import LINE_LIMIT
-from fer.weights.keeper.claims import started
+from fer.weights.keeper.pidfds import started
 from fer.weights.services import this_process
 from fer.weights.wire import Process
 
@@ -77,7 +77,10 @@ class Link:
             if len(self._begun) > LINE_LIMIT:
                 raise ProtocolError("a line between ranks does not end", why=f"it has more than {LINE_LIMIT} bytes")
             self.sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
-            piece = self.sock.recv(1 << 16)
+            try:
+                piece = self.sock.recv(1 << 16)
+            except ConnectionResetError:  # it ended before it read our last word
+                piece = b""
             if not piece:
                 return b""
             self._begun += piece

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from fer.errors import FerBug, OptionError, OutOfMemory
 from fer.standby import rank_wire, wire
 from fer.standby.cohort import Link, join, meeting_place, watch
-from fer.standby.worker import Supervised, end_with, guarded, plain
+from fer.standby.worker import Supervised, guarded, plain
 
 if TYPE_CHECKING:
     from fer.standby.lead import Halves, Load
@@ -32,7 +33,9 @@ def run(load: Load, path: Path, rank: int, world: int) -> NoReturn:
     rows: RankRows = model.rows  # type: ignore[assignment]  # what Load promises
     report = engine.report.to_json()
     supervised.say(wire.Ready(time.monotonic_ns(), model.context, rows.count, report))
-    end_with(lambda: Follower(link, rows, engine).run())
+    with guarded(supervised):
+        Follower(link, rows, engine).run()
+    os._exit(1)  # rank 0 has gone
 
 
 class Follower:

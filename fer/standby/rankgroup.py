@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fer.errors import EngineDied
+from fer.errors import EngineDied, PeerRankFailed
 from fer.standby import wire
 from fer.standby.process import Command, Process, Spawn
 
@@ -76,7 +76,8 @@ class RankGroup:
         # Of several at once the one that could say why is most likely the cause, or else the one that was killed:
         # ranks end by themselves when another one has.
         killed = [process for process in ended if await process.status() < 0]
-        return next((process for process in ended if process.broken), [*killed, *ended][0])
+        told = [p for p in ended if p.broken is not None and not isinstance(p.broken, PeerRankFailed)]
+        return [*told, *killed, *ended][0]
 
     @property
     def first(self) -> Process:

@@ -111,6 +111,28 @@ def test_a_rank_that_stands_still_is_ended_with_the_others(start: Start, keeper:
     nothing_is_left(service, keeper)
 
 
+def test_the_keeper_ends_what_is_left_where_nobody_else_can(start: Start, keeper: Keeper) -> None:
+    service = start()
+    before = ranks(service)
+    halt(service.process.pid)
+    halt(before[1])
+    kill_and_wait(before[0])
+    wait_until(lambda: not _runs(before[1]), "the keeper has ended the rank that stood still")
+    assert holders(keeper) == []
+    os.kill(service.process.pid, signal.SIGCONT)
+    assert service.complete("hello", 20).text == expected("hello", 20)
+    all_ready(service)
+    nothing_is_left(service, keeper)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process has not ended; one that its parent has not asked for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_while_it_starts_is_started_again_with_the_others(
     start: Start, keeper: Keeper, rank: int

@@ -95,3 +95,22 @@ def test_ranks_that_took_a_step_apart_capture_nothing_more(
     with pytest.raises(OutOfMemory):
         bench.run()
     assert not bench.captures
+
+
+def test_ranks_take_steps_of_one_width_whichever_graphs_each_has() -> None:
+    from fer.engines.decode import TransformersGraphs
+
+    config = SimpleNamespace(
+        num_hidden_layers=1, num_key_value_heads=2, num_attention_heads=2, head_dim=8, vocab_size=16
+    )
+    sizes, kind = (1, 2, 8), torch.float32
+    alone = TransformersGraphs(config, batch_sizes=sizes, length=8, dtype=kind, device="cuda:0")
+    assert [alone.step_size(active) for active in (1, 3)] == [1, 3], "it has no graphs, and pads to none"
+    graph: Any = "a graph"
+    alone.use(8, graph, {})
+    assert alone.step_size(3) == 8
+    for graphs in ((), (8,), (1, 2, 8)):
+        rank = TransformersGraphs(config, batch_sizes=sizes, length=8, dtype=kind, device="cuda:0", world=2)
+        for size in graphs:
+            rank.use(size, graph, {})
+        assert [rank.step_size(active) for active in (1, 2, 3)] == [1, 2, 8]
