@@ -97,7 +97,8 @@ class Worker:
         threading.Thread(target=end_with, args=(lambda: answers.run(sock),), name="answers", daemon=True).start()
         report = engine.report.to_json()
         say(wire.Ready(time.monotonic_ns(), model.context, model.rows.count, report))
-        end_with(lambda: self._obey(stand.service, engine, answers))
+        with guarded(self._supervised):
+            self._obey(stand.service, engine, answers)
 
     def _obey(self, service: str, engine: Parking, answers: Answers) -> NoReturn:
         while True:

@@ -48,7 +48,7 @@ class Lives:
         tell: called after every change.
 
     Attributes:
-        restarts: engines that were started again, since the beginning.
+        restarts: engines that were started again, since the beginning; not those whose end was ordered.
         last_error: of the last failure of any engine.
     """
 
@@ -77,8 +77,8 @@ class Lives:
             whether it was of use: it answered, or was ready for a while.
         """
         version = member.version
+        self.restarts += member.starts > 0 and not member.ordered
         member.begin(parked=stand.parked)
-        self.restarts += member.starts > 1
         path = self._folder / f"{member.name}-{member.starts}.sock"
         group = member.group = RankGroup(commands(path), self._spawn, self._limits.end, stand)
         self._tell()

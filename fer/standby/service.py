@@ -28,7 +28,7 @@ from fer.engines.devices import named
 from fer.errors import OptionError
 from fer.memory import fdpass
 from fer.standby.admin import ADMIN
-from fer.standby.eviction import evict
+from fer.standby.eviction import Editions
 from fer.standby.front import BODY_LIMIT, Front, application
 from fer.standby.metrics import CONTENT_TYPE, Metrics
 from fer.standby.operators import Operators
@@ -199,7 +199,7 @@ class Service:
             tell=self._tell,
             outages=metrics.outage,
             back=metrics.batch_back,
-            evict=lambda edition: asyncio.to_thread(evict, edition, settings.runtime_dir),
+            editions=Editions(settings.runtime_dir),
         )
         metrics.watch(self._supervisor, self._router)
         self._metrics = metrics

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 from fer.errors import FerError, RequestError, UsageError
 from fer.standby import wire
+from fer.standby.eviction import Editions
 from fer.standby.life import Lives, SupervisorLimits, abandon
 from fer.standby.member import Member, delay_s
 from fer.standby.outage import Outage
@@ -27,7 +28,7 @@ from fer.standby.preemptible import Preemptible
 from fer.standby.process import Spawn
 from fer.standby.router import Router, Target
 from fer.standby.succession import Succession
-from fer.standby.update import Evict, Update, nothing_kept
+from fer.standby.update import Update
 from fer.standby.version import Commands, Version
 
 __all__ = ["STATES", "Commands", "State", "Supervisor", "SupervisorLimits"]
@@ -50,7 +51,7 @@ class Supervisor:
         members: engines at once; all but one stand by.
         service: what the active one claims from the keeper, ``""`` for nothing.
         tell: called after every change of state, with the state.
-        evict: gives up an edition of a model that is served no more.
+        editions: what the keeper holds, to give up those of a model that is served no more.
 
     Attributes:
         switches: since the beginning.
@@ -72,7 +73,7 @@ class Supervisor:
         tell: Callable[[State], None] = lambda state: None,
         outages: Callable[[Outage], None] = lambda outage: None,
         back: Callable[[float], None] = lambda seconds: None,
-        evict: Evict = nothing_kept,
+        editions: Editions | None = None,
     ) -> None:
         self._router, self._limits, self._say, self._service = router, limits, tell, service
         self.switches = 0
@@ -88,7 +89,7 @@ class Supervisor:
         self.batch: Preemptible | None = None
         if batch is not None:
             self.batch = Preemptible(version, batch, self.lives, self.succession, limits, back=back)
-        self.update = Update(self, self.succession, self.lives, limits, evict)
+        self.update = Update(self, self.succession, self.lives, limits, editions or Editions())
         for _ in range(members):
             self._place(version)
 
@@ -244,6 +245,11 @@ class Supervisor:
         member.trial = True
         self._start(self._keep(member))
         return member
+
+    @property
+    def ending(self) -> bool:
+        """Whether the service ends, and nothing new is begun."""
+        return self._phase in ("draining", "stopped") or self._stop.is_set()
 
     async def retire(self, member: Member) -> None:
         """End a member's engine, and wait until it and its place are gone."""

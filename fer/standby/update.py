@@ -17,10 +17,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from fer.errors import FerError, RequestError
+from fer.standby.eviction import Editions
 from fer.standby.life import Lives, SupervisorLimits
 from fer.standby.member import Member
 from fer.standby.preemptible import Preemptible
@@ -35,19 +35,15 @@ HAND_OVERS = 3
 UP_OR_NOT = ("standby", "active", "backoff", "stopped")
 """Roles of a member whose start has come to something."""
 
-Evict = Callable[[str], Awaitable[str]]
-"""Gives up an edition that was served; ``""``, or why it is still there."""
-
-
-async def nothing_kept(edition: str) -> str:
-    """For a service without a keeper."""
-    return "no keeper holds it"
-
 
 class Staff(Protocol):
     """Who has the members; :class:`fer.standby.supervisor.Supervisor` does."""
 
     batch: Preemptible | None
+
+    @property
+    def ending(self) -> bool:
+        """Whether nothing new is begun."""
 
     def hire(self, version: Version) -> Member:
         """Another member, on trial."""
@@ -65,10 +61,10 @@ class Update:
     """
 
     def __init__(
-        self, staff: Staff, succession: Succession, lives: Lives, limits: SupervisorLimits, evict: Evict
+        self, staff: Staff, succession: Succession, lives: Lives, limits: SupervisorLimits, editions: Editions
     ) -> None:
         self._staff, self._succession, self._lives, self._limits = staff, succession, lives, limits
-        self._evict = evict
+        self._editions = editions
         self.step = ""
         self.done = self.failed = 0
         self._last: dict[str, Any] = {}
@@ -115,7 +111,9 @@ class Update:
             raise RequestError("the update was broken off: the service ends", status=503) from None
 
     def refuse_second(self) -> None:
-        """Raise RequestError where one is under way."""
+        """Raise RequestError where one is under way, or the service ends."""
+        if self._staff.ending:
+            raise RequestError("the service ends", status=503)
         if self.running:
             raise RequestError("another update is under way", why=f"it is {self.step}", status=409, code="update_runs")
 
@@ -165,6 +163,7 @@ class Update:
     async def _change(self, version: Version, *, cut: bool) -> Member | None:
         """Have an engine of the new version active and proven; who was active before."""
         self._enter("starting")
+        before = await self._editions.of(version.model)
         new = self._staff.hire(version)
         try:
             await new.until(lambda: new.role in ("standby", "stopped"))
@@ -178,7 +177,9 @@ class Update:
             # Also where we are broken off, and in its first seconds as the active one: nothing is left half done.
             if new.trial or new.role != "active":
                 await asyncio.shield(self._staff.retire(new))
-                await self._give_up(version.published - self._succession.version.editions)
+                # Also one that it published and then died of something else.
+                made = (version.published | await self._editions.of(version.model)) - before
+                await self._give_up(made - self._succession.version.editions)
             raise
         return former
 
@@ -257,7 +258,7 @@ class Update:
         """Have the keeper evict editions of ours: what it did, and why it kept the rest."""
         evicted, kept = [], {}
         for edition in sorted(editions):
-            why = "--keep-old" if keep_old else await self._evict(edition)
+            why = "--keep-old" if keep_old else await self._editions.evict(edition)
             if why:
                 kept[edition] = why
             else:

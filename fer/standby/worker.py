@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from fer.errors import FerError, PeerRankFailed, ProtocolError, UsageError
+from fer.errors import FerError, OutOfMemory, PeerRankFailed, ProtocolError, UsageError
 from fer.standby import wire
 from fer.standby.answers import Answers, listen
 
@@ -79,18 +79,27 @@ def run(load: Callable[[], tuple[Model, Report]], path: Path) -> NoReturn:
 
 @contextlib.contextmanager
 def guarded(supervised: Supervised) -> Iterator[None]:
-    """Around a start: what it raises is said, and ends the process."""
+    """Around an engine's work: what it raises is said, and ends the process."""
     try:
         yield
-    except FerError as error:
-        supervised.say(wire.Broken(plain(error)))
-        sys.stderr.write(f"fer: {error}\n")
+    except BaseException as raised:
+        error = raised if isinstance(raised, FerError) else _lacking(raised)
+        if error is None:
+            traceback.print_exc()
+        else:
+            supervised.say(wire.Broken(plain(error)))
+            sys.stderr.write(f"fer: {error}\n")
+        # Not through the interpreter's end: after an error of a GPU the tidying up of libraries may wait for ever.
         sys.stderr.flush()
         os._exit(2 if isinstance(error, UsageError) else 1)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+
+
+def _lacking(error: BaseException) -> OutOfMemory | None:
+    """What a library says where memory is short, as the supervisor understands it: others may give way."""
+    if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":  # torch's; not imported here
+        return None
+    why = str(error).strip().partition("\n")[0] or type(error).__name__
+    return OutOfMemory("the engine lacks memory", why=why, fix="End what else uses the device's memory")
 
 
 def end_with(work: Callable[[], None]) -> NoReturn:

@@ -16,7 +16,6 @@ import pytest
 from fer.engines.transformers import TransformersEngine
 from fer.errors import FerError
 from fer.standby import wire
-from fer.standby.eviction import evict
 from fer.standby.life import SupervisorLimits
 from fer.standby.process import Command
 from fer.standby.router import Router, RouterLimits
@@ -67,7 +66,6 @@ class Sharing:
             self.online,
             batch=self.batch,
             limits=SupervisorLimits(settle_s=0.2),
-            evict=lambda edition: asyncio.to_thread(evict, edition),
         )
 
     def version(self, model: Path) -> Version:
@@ -159,15 +157,18 @@ def test_a_folder_that_cannot_be_served_leaves_no_edition(
         data = file.read_bytes()
         (tmp_path / "torn" / file.name).write_bytes(data[:200] if file.suffix == ".safetensors" else data)
 
+    # Without a tokenizer it cannot serve, which is seen after it was published.
+    mute = engine_models.llama(tmp_path / "mute", seed=6, eos_token_id=None)
+
     async def work() -> None:
         async with sharing.running():
             await sharing.batch_answers()
             before = await asyncio.to_thread(editions)
-            for folder in (tmp_path / "odd", tmp_path / "torn"):
+            for folder in (tmp_path / "odd", tmp_path / "torn", mute):
                 with pytest.raises(FerError, match=r"the update failed: .*version 1 \(seed3\) serves as before"):
                     await sharing.supervisor.update.to(sharing.version(folder))
             assert await ask(sharing.online) == await ask(sharing.batch) == answers[0]
             assert [info.edition for info in await asyncio.to_thread(editions)] == [info.edition for info in before]
-            assert sharing.supervisor.update.failed == 2 and sharing.supervisor.restarts == 0
+            assert sharing.supervisor.update.failed == 3 and sharing.supervisor.restarts == 0
 
     play(work())

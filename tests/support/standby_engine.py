@@ -7,8 +7,9 @@ The file named by ``TEST_FAULT`` decides, at each promotion, how taking memory g
 A file beside it lists what each process holds: a line ``memory PID`` for a promotion that got its memory.
 
 ``TEST_MODEL`` is the model's folder; ``salt`` in its configuration makes its answers other ones. A file ``NAME.fault``
-beside the folder decides how engines of this model go wrong: ``usage`` and ``die`` at the start, ``slow`` a start that
-lasts until the file is gone, ``die-promote``, ``memory-promote``, and ``die-token`` with the first request.
+beside the folder decides how engines of this model go wrong: ``usage``, ``library`` (a MemoryError) and ``die`` at the
+start, ``slow`` a start that lasts until the file is gone, ``die-promote``, ``memory-promote``, and ``die-token`` with
+the first request.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ def load(rows: int, parked: bool) -> tuple[Model, Engine]:
         raise CheckpointError("the model folder is damaged", fix="Download it again")
     if kind == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "library":
+        raise MemoryError("an array of 1 TiB")
     while fault_of_model() == "slow":
         time.sleep(0.01)
     salt = int(json.loads((model_folder() / "config.json").read_text()).get("salt", 0))
