@@ -86,7 +86,9 @@ def _print_status(console: Console, found: Any) -> None:
         console.print(rows)
     for service in found.services:
         pids = ", ".join(str(process.pid) for process in service.processes)
-        console.print(f"{escape(service.service)}: answered for by {pids}")
+        who = f"answered for by {pids}" if pids else "nobody answers for it just now"
+        left = f"; {size(service.estate)} of memory are kept for the next" if service.estate else ""
+        console.print(f"{escape(service.service)}: {who}{left}")
 
 
 def explain(

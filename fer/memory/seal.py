@@ -79,6 +79,33 @@ def read_sealed(fd: Fd | int, limit: int) -> bytes:
     return b"".join(parts)
 
 
+FIXED = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""What memory must carry that several processes write to, one after another: its size cannot change."""
+
+
+def fixed_memfd(name: str, size: int) -> Fd:
+    """A memfd of zeros whose bytes can be written for ever, and whose size cannot change."""
+    fd = memfd(name)
+    try:
+        os.ftruncate(fd.fileno(), size)
+        fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, FIXED)
+    except BaseException:
+        fd.close()
+        raise
+    return fd
+
+
+def is_fixed_size(fd: Fd | int, size: int) -> bool:
+    """True for a memfd of exactly ``size`` bytes that will stay so, and may be written. Never raises OSError."""
+    number = _number(fd)
+    try:
+        seals = fcntl.fcntl(number, fcntl.F_GET_SEALS)
+        fixed = seals & FIXED == FIXED and not seals & fcntl.F_SEAL_WRITE
+        return size > 0 and fixed and os.fstat(number).st_size == size
+    except OSError:
+        return False
+
+
 def is_sealed_slab(fd: Fd | int, size: int) -> bool:
     """True for a memfd of exactly ``size`` bytes that can change neither in bytes nor in size. Never raises OSError."""
     number = _number(fd)

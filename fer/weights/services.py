@@ -15,12 +15,14 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from fer.errors import KeeperError, KeeperUnavailable, ServiceHeld
+from fer.errors import KeeperError, KeeperUnavailable, ProtocolError, ServiceHeld
+from fer.memory import fdpass
 from fer.memory.fd import Fd
 from fer.weights import locks, wire
-from fer.weights.keeper.claims import started
+from fer.weights.keeper.pidfds import started
 
 if TYPE_CHECKING:
     from fer.weights.client import KeeperClient
@@ -40,6 +42,18 @@ def this_process() -> wire.Process:
     return wire.Process(os.getpid(), started(os.getpid()))
 
 
+@dataclass
+class Inherited:
+    """An estate and the descriptors of its slabs, whoever has it closes them."""
+
+    estate: wire.Estate
+    fds: list[Fd]
+
+    def close(self) -> None:
+        """Close the descriptors; what is mapped of them stays."""
+        fdpass.close_all(self.fds)
+
+
 class Tenure:
     """This process's hold on a service. It ends by :meth:`release`, or with the first process of its cohort.
 
@@ -57,11 +71,14 @@ class Tenure:
         connect: Callable[[], KeeperClient],
         *,
         fence_s: float = 0.0,
+        inherited: Inherited | None = None,
         lost: _Lost,
     ) -> None:
         self.service, self.fence_s = service, fence_s
         self._processes, self._lock, self._client, self._connect = list(processes), lock, client, connect
-        self._lost = lost
+        self._lost, self._inherited = lost, inherited
+        self._left: tuple[wire.Estate, list[Fd]] | None = None
+        self._changing = threading.Lock()
         self._over = threading.Event()
         if client is not None:
             # A descriptor of its own: the number of one that is closed meanwhile may be another's.
@@ -72,8 +89,40 @@ class Tenure:
         """Who granted it."""
         return "keeper" if self._client is not None else "lock"
 
-    def release(self) -> None:
-        """Let the next one have it. Twice is once."""
+    def take_estate(self) -> Inherited | None:
+        """What the holder before left, once: from then on its descriptors are the caller's."""
+        found, self._inherited = self._inherited, None
+        return found
+
+    def bequeath(self, estate: wire.Estate | None, fds: Sequence[Fd]) -> bool:
+        """Leave memory to the next holder, in place of what was left before; None: leave nothing.
+
+        The memory lives as long as the keeper has it, whatever becomes of this process.
+
+        Args:
+            fds: one for each slab; they stay the caller's.
+
+        Returns:
+            False where there is no keeper that could keep it.
+
+        Raises:
+            Refused: the keeper does not take it.
+        """
+        with self._changing:
+            kept = [fd.dup() for fd in fds]
+            fdpass.close_all(self._left[1] if self._left is not None else [])
+            self._left = (estate, kept) if estate is not None else None
+            if self._client is None:
+                return False
+            self._client.bequeath(self.service, estate, kept)
+            return True
+
+    def release(self, *, pass_on: bool = False) -> None:
+        """Let the next one have it. Twice is once.
+
+        Args:
+            pass_on: with what was left to it; else that goes.
+        """
         if self._over.is_set():
             return
         self._over.set()
@@ -81,8 +130,13 @@ class Tenure:
         if self._client is not None:
             # Where the keeper is gone there is nothing to give back: closing the lock was it.
             with contextlib.suppress(KeeperError):
-                self._client.release_service(self.service)
+                self._client.release_service(self.service, pass_on=pass_on)
             self._client.close()
+        with self._changing:
+            fdpass.close_all(self._left[1] if self._left is not None else [])
+            self._left = None
+        if (inherited := self.take_estate()) is not None:
+            inherited.close()
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +155,8 @@ class Tenure:
                     continue
                 try:
                     with self._lock.dup() as lock:
-                        client.claim_service(self.service, self._processes, lock=lock, wait_s=0.0)
+                        granted = client.claim_service(self.service, self._processes, lock=lock, wait_s=0.0)[1]
+                    fdpass.close_all(granted)
                 except KeeperUnavailable:
                     client.close()
                     continue
@@ -110,8 +165,12 @@ class Tenure:
                     if not self._over.is_set():
                         self._lost(str(error))
                     return
-                self._client.close()
-                self._client, end = client, client.end()
+                with self._changing:
+                    self._client.close()
+                    self._client, end = client, client.end()
+                    if self._left is not None:
+                        with contextlib.suppress(KeeperError):  # it is offered again with the next change
+                            client.bequeath(self.service, *self._left)
                 log.info("the keeper before is gone; process %d holds %s with this one", os.getpid(), self.service)
                 break
             else:
@@ -150,10 +209,12 @@ def hold(
         )
         return Tenure(service, processes, lock, None, connect, lost=lost)
     try:
-        answer, granted = client.claim_service(service, processes, wait_s=wait_s)
-        if granted is None:
+        answer, fds = client.claim_service(service, processes, wait_s=wait_s)
+        if not answer.held:
             raise _held(service, answer.why)
-        return Tenure(service, processes, granted, client, connect, fence_s=answer.fence_s, lost=lost)
+        lock, *slabs = fds
+        inherited = Inherited(answer.estate, slabs) if answer.estate is not None else None
+        return Tenure(service, processes, lock, client, connect, fence_s=answer.fence_s, inherited=inherited, lost=lost)
     except BaseException:
         client.close()
         raise
@@ -176,7 +237,7 @@ class ServiceCalls:
 
     def claim_service(
         self, service: str, processes: Sequence[wire.Process], *, wait_s: float, lock: Fd | None = None
-    ) -> tuple[wire.ServiceAnswer, Fd | None]:
+    ) -> tuple[wire.ServiceAnswer, list[Fd]]:
         """Ask to be the one who answers for a service, waiting in order of asking; see :func:`hold`.
 
         The service stays this process's when the connection closes, until one of ``processes`` ends.
@@ -185,7 +246,7 @@ class ServiceCalls:
             lock: of a service that is held already, by a connection to another keeper.
 
         Returns:
-            The answer, and the lock where it is held now.
+            The answer, and where it is held now the lock and the slabs of what the holder before left.
 
         Raises:
             Refused: ``not_yours``, ``process_gone``, ``cannot_fence``; with ``lock`` also ``not_the_lock``, ``held``.
@@ -194,11 +255,23 @@ class ServiceCalls:
         request = wire.ClaimService(0, service=service, processes=list(processes), wait_s=wait_s, again=bool(lock))
         fds = [] if lock is None else [lock]
         answer: wire.ServiceAnswer = self._call(request, wire.ServiceAnswer, fds=fds, into=into, wait_s=wait_s)
-        return answer, into[0] if into else None
+        if len(into) != answer.held + len(answer.estate.slabs if answer.estate is not None else ()):
+            fdpass.close_all(into)
+            raise ProtocolError("the keeper's answer has other descriptors than it names", code="wrong_fds")
+        return answer, into
 
-    def release_service(self, service: str) -> None:
-        """Give a service back; nothing happens where this connection does not hold it."""
-        self._call(wire.ReleaseService(0, service=service), wire.Done)
+    def bequeath(self, service: str, estate: wire.Estate | None, fds: Sequence[Fd]) -> None:
+        """Leave an estate to the next holder of a service that this connection holds; None: none.
+
+        Raises:
+            Refused: ``not_yours``, ``too_many_descriptors``.
+            ProtocolError: a slab is not what it is said to be.
+        """
+        self._call(wire.Bequeath(0, service=service, estate=estate), wire.Done, fds=list(fds))
+
+    def release_service(self, service: str, *, pass_on: bool = False) -> None:
+        """Give a service back, and its estate if it is not passed on; nothing happens where others hold it."""
+        self._call(wire.ReleaseService(0, service=service, pass_on=pass_on), wire.Done)
 
     def end(self) -> Fd:
         """A descriptor that hangs up when either side has closed the connection; the caller's own."""

@@ -25,6 +25,7 @@ from fer.weights.wire_parts import (
     Candidate,
     ClaimInfo,
     EditionInfo,
+    Estate,
     Event,
     Holder,
     Key,
@@ -44,6 +45,7 @@ __all__ = [  # besides what is made here
     "Candidate",
     "ClaimInfo",
     "EditionInfo",
+    "Estate",
     "Event",
     "Holder",
     "Key",
@@ -56,7 +58,7 @@ __all__ = [  # besides what is made here
     "WAIT_LIMIT_S",
 ]
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"FER"
 HEADER = MAGIC + bytes([VERSION])
 FRAME_LIMIT = 64 * 1024
@@ -183,7 +185,20 @@ class ClaimService(Request, frozen=True, tag="claim_service", kw_only=True):
 
 
 class ReleaseService(Request, frozen=True, tag="release_service", kw_only=True):
+    """Give a service back; with ``pass_on`` its estate waits for the next holder, else it goes."""
+
     service: Name
+    pass_on: bool = False
+
+
+class Bequeath(Request, frozen=True, tag="bequeath", kw_only=True):
+    """Leave an estate to the next holder of a service that this connection holds, in place of an earlier one; or none.
+
+    One descriptor for each slab; host slabs are memfds that can change neither in size nor in their seals.
+    """
+
+    service: Name
+    estate: Estate | None
 
 
 class Stop(Request, frozen=True, tag="stop", kw_only=True):
@@ -211,6 +226,7 @@ AnyRequest = (
     | ReleaseRole
     | ClaimService
     | ReleaseService
+    | Bequeath
     | Stop
 )
 
@@ -225,6 +241,8 @@ def descriptors_of(request: Request) -> int:
         return len(request.names)
     if isinstance(request, ClaimService):
         return int(request.again)
+    if isinstance(request, Bequeath):
+        return len(request.estate.slabs) if request.estate is not None else 0
     return 1 if isinstance(request, Commit) else 0
 
 
@@ -325,7 +343,8 @@ class RoleAnswer(Reply, frozen=True, tag="role", kw_only=True):
 
 
 class ServiceAnswer(Reply, frozen=True, tag="service", kw_only=True):
-    """Where ``held``, one descriptor: the service's lock. Else ``why`` not, and who holds it.
+    """Where ``held``, its descriptors: the service's lock, and the slabs of the ``estate`` that the holder before left.
+    Else ``why`` not, and who holds it.
 
     ``fence_s`` is how long the processes before took to end, from the first death seen to the last.
     """
@@ -334,6 +353,7 @@ class ServiceAnswer(Reply, frozen=True, tag="service", kw_only=True):
     why: str = ""
     holder: Holder | None = None
     fence_s: float = 0.0
+    estate: Estate | None = None
 
 
 AnyReply = (

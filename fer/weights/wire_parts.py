@@ -9,6 +9,8 @@ from msgspec import Meta, Struct
 from fer.memory.base import Kind
 
 WAIT_LIMIT_S = 7 * 24 * 3600.0
+ESTATE_SLABS = 250
+"""Slabs of an estate at most: they travel in one message, beside the lock of their service."""
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -121,12 +123,34 @@ class Process(_Plain, frozen=True):
     born: Number
 
 
+class Estate(_Plain, frozen=True):
+    """What the holder of a service leaves to the next one: memory, and a word about it that the keeper does not read.
+
+    ``gpu`` is as in :class:`Key`. ``guardian`` is the process that would start a next holder: with its end, and the
+    holder's, the estate goes.
+    """
+
+    gpu: Name
+    slabs: Annotated[list[SlabInfo], Meta(min_length=1, max_length=ESTATE_SLABS)]
+    about: Annotated[bytes, Meta(max_length=1 << 15)]
+    guardian: Process | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of its slabs."""
+        return sum(slab.size for slab in self.slabs)
+
+
 class ServiceInfo(_Plain, frozen=True):
-    """Who answers for a service: the connection (pid 0: it closed, and the processes live) and every process."""
+    """Who answers for a service: the connection (pid 0: it closed, and the processes live) and every process.
+
+    No process: nobody does, and ``estate`` bytes wait for who will.
+    """
 
     service: str
     holder: Holder
     processes: list[Process]
+    estate: Number = 0
 
 
 class Event(_Plain, frozen=True):

@@ -15,10 +15,13 @@ import pytest
 
 from fer.errors import Refused
 from fer.memory.fd import Fd
+from fer.memory.seal import fixed_memfd
 from fer.weights import locks, wire
 from fer.weights.keeper import claims as module
-from fer.weights.keeper.claims import Claims, started
+from fer.weights.keeper import estates
+from fer.weights.keeper.claims import Claims
 from fer.weights.keeper.editions import Store
+from fer.weights.keeper.pidfds import started
 from fer.weights.keeper.records import Peer, State, Wait
 from fer.weights.keeper.shelf import Shelf
 from tests.support.processes import Children, kill_and_wait
@@ -260,3 +263,23 @@ def test_the_start_of_a_process_is_what_the_kernel_says() -> None:
         assert started(child.pid) > 0, "nobody has reaped it"
     child.wait(LIMIT_S)
     assert started(child.pid) == 0
+
+
+def test_an_estate_waits_for_a_while_and_no_longer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, ones) = desk.peer("one")
+    assert desk.take(one, ones)
+    given = wire.Estate(gpu="host", slabs=[wire.SlabInfo("host", 4096)], about=b"")
+    desk.claims.bequeath(one, wire.Bequeath(1, service=S, estate=given), [fixed_memfd("estate", 4096)])
+    assert desk.claims.times() == [], "its holder has it"
+    kill_and_wait(one.pid)
+    desk.loop.turn(lambda: desk.loop.changes > 0)
+    (until,) = desk.claims.times()
+    assert 0 < until - time.monotonic() <= estates.KEEP_S
+    desk.claims.prune()
+    assert desk.store.state.services[S].estate == given
+    monkeypatch.setattr(estates, "KEEP_S", 0.0)
+    changes = desk.loop.changes
+    desk.claims.expire(time.monotonic())
+    assert desk.loop.changes == changes + 1
+    desk.claims.prune()
+    assert desk.store.state.services == {} and len(desk.store.condemned) == 2, "the estate's memory, and the lock"

@@ -42,6 +42,7 @@ REQUESTS: list[wire.Request] = [
     wire.Stop(19, force=True),
     wire.ClaimService(20, service="s", processes=[wire.Process(1, 2)], wait_s=1.0, again=True),
     wire.ReleaseService(21, service="s"),
+    wire.Bequeath(22, service="s", estate=wire.Estate("GPU-1", [SLAB] * 250, b"a" * (1 << 15), wire.Process(1, 2))),
 ]
 REPLIES: list[wire.Reply] = [
     wire.Done(1),
@@ -58,6 +59,7 @@ REPLIES: list[wire.Reply] = [
     wire.Evicted(12, editions=[INFO]),
     wire.RoleAnswer(13, acquired=True),
     wire.ServiceAnswer(14, held=False, why="another has it", holder=HOLDER, fence_s=0.1),
+    wire.ServiceAnswer(15, held=True, estate=wire.Estate("host", [SLAB], b"about")),
 ]
 
 

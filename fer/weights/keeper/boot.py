@@ -109,6 +109,7 @@ def _restore(server: Server, fds: dict[str, Fd]) -> None:
     known = {name for e in state.editions.values() for name in e.names()}
     known |= {name for t in state.transactions.values() for name in t.names()}
     known |= {service.lock for service in state.services.values() if service.lock}
+    known |= {name for service in state.services.values() for name in service.bequeathed()}
     shelf.restore({name: fd for name, fd in fds.items() if name in known or name not in state.peers})
     store.condemned += [name for name in fds if name not in known and name not in state.peers]
     for edition in list(state.editions.values()):
@@ -119,6 +120,8 @@ def _restore(server: Server, fds: dict[str, Fd]) -> None:
     for service in state.services.values():
         if service.lock not in fds:
             service.lock = ""
+        if any(name not in fds for name in service.bequeathed()):
+            server.claims.estates.drop(service, "the fd store did not give all of it back")
     for peer in list(state.peers.values()):
         fd = fds.get(peer.id)
         broken = any(name not in fds for t in state.transactions.values() if t.peer == peer.id for name in t.names())

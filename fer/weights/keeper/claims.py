@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -23,9 +22,11 @@ from fer.errors import Refused
 from fer.memory.fd import Fd
 from fer.weights import locks
 from fer.weights.keeper.editions import Store
+from fer.weights.keeper.estates import Estates
+from fer.weights.keeper.pidfds import is_over, open_exactly
 from fer.weights.keeper.records import Peer, Service, new_id
 from fer.weights.keeper.shelf import Shelf
-from fer.weights.wire import ClaimService, Holder, Process
+from fer.weights.wire import Bequeath, ClaimService, Holder, Process
 
 FENCE_S = 10.0
 """Seconds after SIGKILL from which on a process counts as stuck, which is said; nothing is granted before it ends."""
@@ -38,6 +39,7 @@ class Claims:
 
     def __init__(self, store: Store, shelf: Shelf) -> None:
         self._store, self._shelf, self.state = store, shelf, store.state
+        self.estates = Estates(store, shelf)
         self._pidfds: dict[Process, Fd] = {}
         self._foreign: dict[str, Fd] = {}  # locks that another keeper made, to wait for their end
         self._watch: Callable[[int, Callable[[int], None]], None] = lambda fd, call: None
@@ -57,6 +59,7 @@ class Claims:
             changed: called when a service may have become free.
         """
         self._watch, self._unwatch, self._changed = watch, unwatch, changed
+        self.estates.start(watch, unwatch, changed)
         for service in self.state.services.values():
             for process in service.processes:
                 self._follow(process)
@@ -89,12 +92,36 @@ class Claims:
             return None
         return self._grant(peer, request, fds)
 
-    def release(self, peer: Peer, name: str) -> None:
-        """Give a service back; nothing happens where this connection does not hold it."""
-        service = self.state.services.get(name)
-        if service is not None and service.peer == peer.id and service.processes and not service.dying:
+    def bequeath(self, peer: Peer, request: Bequeath, fds: list[Fd]) -> None:
+        """Keep what a holder leaves to the next one. Takes the descriptors out of ``fds``.
+
+        Raises:
+            Refused: ``not_yours``: this connection does not hold the service.
+        """
+        service = self._held(peer, request.service)
+        if service is None:
+            raise Refused(f"{request.service} is not this connection's", why="others hold it", code="not_yours")
+        if request.estate is None:
+            self.estates.drop(service, "its holder leaves none")
+        else:
+            self.estates.put(service, request.estate, fds)
+
+    def release(self, peer: Peer, name: str, *, pass_on: bool = False) -> None:
+        """Give a service back; nothing happens where this connection does not hold it.
+
+        Args:
+            pass_on: keep its estate for the next holder.
+        """
+        service = self._held(peer, name)
+        if service is not None:
             self._vacate(service)
             self._store.note("released", f"{name}: by {peer.pid} {peer.label}".rstrip())
+            if not pass_on:
+                self.estates.drop(service, "its holder is done")
+
+    def make_room(self, gpu: str, needed: int | None) -> None:
+        """Let estates that wait on a GPU go, until so many bytes are free."""
+        self.estates.make_room(gpu, needed)
 
     def leave(self, peer: Peer) -> None:
         """A connection closed. Who holds a service by it holds it still, as long as its processes live."""
@@ -117,7 +144,7 @@ class Claims:
         """Forget services that nobody holds or waits for."""
         wanted = {peer.wait.service for peer in self.state.peers.values() if peer.wait is not None}
         for service in list(self.state.services.values()):
-            if not service.processes and service.name not in wanted:
+            if not service.processes and service.name not in wanted and not self.estates.waits(service):
                 del self.state.services[service.name]
                 if service.lock:
                     self._store.condemned.append(service.lock)
@@ -129,20 +156,27 @@ class Claims:
     def times(self) -> list[float]:
         """Monotonic seconds at which :meth:`expire` has something to do."""
         ends = [s.dying + FENCE_S for s in self.state.services.values() if s.dying and not s.stuck]
-        return [*ends, *([self._look_at] if self._look_at is not None else [])]
+        return [*ends, *self.estates.times(), *([self._look_at] if self._look_at is not None else [])]
 
     def expire(self, now: float) -> None:
         """Say which processes are stuck, and look again at locks that cannot be waited for."""
         for service in self.state.services.values():
             if service.dying and not service.stuck and service.dying + FENCE_S <= now:
                 service.stuck = True
-                left = [str(p.pid) for p in service.processes if p in self._pidfds and not _is_over(self._pidfds[p])]
+                left = [str(p.pid) for p in service.processes if p in self._pidfds and not is_over(self._pidfds[p])]
                 self._store.note("stuck", f"{service.name}: {', '.join(left)} did not end {FENCE_S:g} s after SIGKILL")
-        if self._look_at is not None and self._look_at <= now:
+        again = self._look_at is not None and self._look_at <= now
+        if again:
             self._look_at = None
+        if again or any(at <= now for at in self.estates.times()):
             self._changed()
 
     # --- inside ---
+
+    def _held(self, peer: Peer, name: str) -> Service | None:
+        service = self.state.services.get(name)
+        mine = service is not None and service.peer == peer.id and service.processes and not service.dying
+        return service if mine else None
 
     def _check(self, peer: Peer, processes: list[Process]) -> None:
         """Refuse processes that this peer may not speak for, or that could not be ended when they have to be."""
@@ -157,7 +191,7 @@ class Claims:
             if process in self._pidfds:
                 continue
             with contextlib.ExitStack() as closing:
-                fd = _open(process)
+                fd = open_exactly(process)
                 if fd is None:
                     raise Refused(f"process {process.pid} is gone", why="it ended", code="process_gone")
                 closing.enter_context(fd)
@@ -213,7 +247,7 @@ class Claims:
         """Watch a process from now on; one that is gone has no pidfd."""
         if process in self._pidfds:
             return
-        fd = _open(process)
+        fd = open_exactly(process)
         if fd is None:
             return
         self._pidfds[process] = fd
@@ -228,7 +262,7 @@ class Claims:
 
     def _ended(self, service: Service) -> bool:
         """Whether nobody holds a service any more; the first death begins the end of the others."""
-        left = [fd for process in service.processes if (fd := self._pidfds.get(process)) and not _is_over(fd)]
+        left = [fd for process in service.processes if (fd := self._pidfds.get(process)) and not is_over(fd)]
         if len(left) == len(service.processes) and not service.dying:
             return not left
         if not service.dying:
@@ -250,36 +284,8 @@ class Claims:
                 continue  # a process may hold several services
             if fd := self._pidfds.pop(process, None):
                 self._forget(fd)
-        service.processes, service.peer, service.label = [], "", ""
+        service.processes, service.peer, service.label, service.left = [], "", "", time.monotonic()
         service.dying, service.stuck = 0.0, False
-
-
-def _open(process: Process) -> Fd | None:
-    """The pidfd of exactly this process, None where it is gone."""
-    try:
-        fd = Fd(os.pidfd_open(process.pid))
-    except OSError:
-        return None
-    if started(process.pid) == process.born:  # read with the pidfd open: what it names is what was read
-        return fd
-    fd.close()
-    return None
-
-
-def _is_over(fd: Fd) -> bool:
-    """Whether every thread of a process has ended; what it had open is closed by then."""
-    poll = select.poll()
-    poll.register(fd.fileno(), select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def started(pid: int) -> int:
-    """When a process was started, in ticks since boot, 0 where there is none; also of one that nobody has reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[19])
 
 
 def _user(pid: int) -> int:

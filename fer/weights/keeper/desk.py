@@ -182,6 +182,7 @@ class Desk:
         state = self.store.state
         kept = [e.slabs for e in state.editions.values()] + [t.slabs for t in state.transactions.values()]
         held = sum(len(PAYLOADS) + len(infos) for infos in kept)
+        held += sum(len(service.bequeathed()) for service in state.services.values())
         # A keeper that is started again needs twice the numbers for a moment: it gets them and puts them in order.
         files = (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_FILES) // 2 - len(state.peers)
         limit = min(DESCRIPTOR_LIMIT, files)
@@ -245,6 +246,8 @@ class Desk:
 
     def make_room(self, peer: Peer, request: wire.MakeRoom, fds: list[Fd], late: bool) -> Answer | Later:
         evicted = self.store.make_room(request.gpu, request.needed)
+        missing = None if request.needed is None else request.needed - sum(info.bytes for info in evicted)
+        self.claims.make_room(request.gpu, missing)
         used = [e for e in self.store.state.editions.values() if e.key.gpu == request.gpu and self._in_use(e)]
         return Answer(wire.Room(request.seq, evicted=evicted, leased=[self.store.info(e) for e in used]))
 
@@ -273,15 +276,23 @@ class Desk:
     def claim_service(self, peer: Peer, request: wire.ClaimService, fds: list[Fd], late: bool) -> Answer | Later:
         held = self.claims.take(peer, request, fds)
         if held is not None:
-            reply = wire.ServiceAnswer(request.seq, held=True, fence_s=held.fence_s)
-            return Answer(reply, [self.shelf[held.lock]])
+            reply = wire.ServiceAnswer(request.seq, held=True, fence_s=held.fence_s, estate=held.estate)
+            return Answer(reply, [self.shelf[held.lock], *(self.shelf[name] for name in held.bequeathed())])
         if not late:
             return self._wait(peer, request)
         why, holder = self.claims.obstacle(request.service)
         return Answer(wire.ServiceAnswer(request.seq, held=False, why=why, holder=holder))
 
     def release_service(self, peer: Peer, request: wire.ReleaseService, fds: list[Fd], late: bool) -> Answer | Later:
-        self.claims.release(peer, request.service)
+        self.claims.release(peer, request.service, pass_on=request.pass_on)
+        return Answer(wire.Done(request.seq))
+
+    def bequeath(self, peer: Peer, request: wire.Bequeath, fds: list[Fd], late: bool) -> Answer | Later:
+        if request.estate is not None:
+            for info, fd in zip(request.estate.slabs, fds, strict=True):
+                slabs.check_estate(info, fd, request.estate.gpu)
+            self._refuse_overfull(len(fds))
+        self.claims.bequeath(peer, request, fds)
         return Answer(wire.Done(request.seq))
 
     def stop(self, peer: Peer, request: wire.Stop, fds: list[Fd], late: bool) -> Answer | Later:
@@ -319,5 +330,6 @@ _HANDLERS: dict[type[wire.Request], Handler] = {
     wire.ReleaseRole: Desk.release_role,
     wire.ClaimService: Desk.claim_service,
     wire.ReleaseService: Desk.release_service,
+    wire.Bequeath: Desk.bequeath,
     wire.Stop: Desk.stop,
 }

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 from msgspec import Struct, field
 
-from fer.weights.wire import Event, Key, Process, SlabInfo
+from fer.weights.wire import Estate, Event, Key, Process, SlabInfo
 
 PAYLOADS = ("manifest", "checkpoint", "fields", "digests")
 """What an edition has beside its slabs, one sealed memfd each; digests may be missing."""
 
 
 def new_id(kind: str) -> str:
-    """A fresh name, ``c...`` for connections, ``e...`` for editions, ``p...`` for payloads.
+    """A fresh name, ``c...`` for connections, ``e...`` for editions, ``p...`` for payloads, ``b...`` for estates.
 
     Never used again, so that a descriptor left in the fd store by a keeper that was killed is not taken for another.
     """
@@ -144,10 +144,11 @@ class Launch(Struct):
 class Service(Struct):
     """A name that one cohort of processes answers for at a time.
 
-    ``processes`` are empty where nobody holds it and somebody waits. ``peer`` is the holder's connection, empty once
-    that closed: the processes may live on. ``lock`` is the shelf's name of the lock, empty where it was lost.
-    ``dying`` is when the first of the processes was seen dead, in monotonic seconds; ``fence_s`` how long the cohort
-    before this one took from there.
+    ``processes`` are empty where nobody holds it: somebody waits, or its estate does. ``peer`` is the holder's
+    connection, empty once that closed: the processes may live on. ``lock`` is the shelf's name of the lock, empty where
+    it was lost. ``dying`` is when the first of the processes was seen dead, in monotonic seconds; ``fence_s`` how long
+    the cohort before this one took from there. ``estate`` is what its next holder gets, under ``bequest`` and a number
+    on the shelf; ``left`` is when the last holder left it, in monotonic seconds.
     """
 
     name: str
@@ -158,6 +159,14 @@ class Service(Struct):
     dying: float = 0.0
     stuck: bool = False
     fence_s: float = 0.0
+    estate: Estate | None = None
+    bequest: str = ""
+    left: float = 0.0
+
+    def bequeathed(self) -> list[str]:
+        """Shelf names of its estate's descriptors."""
+        slabs = self.estate.slabs if self.estate is not None else []
+        return [slab_name(self.bequest, number) for number in range(len(slabs))]
 
 
 class State(Struct):

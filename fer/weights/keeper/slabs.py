@@ -34,6 +34,20 @@ def check_slab(info: SlabInfo, fd: Fd, gpu: str) -> None:
         checked_payload("handle", fd, 4096)
 
 
+def check_estate(info: SlabInfo, fd: Fd, gpu: str) -> None:
+    """Refuse what no next holder could map: an estate's memory is written by its holder, so only its size is sealed.
+
+    Raises:
+        ProtocolError: ``not_a_slab``.
+    """
+    if info.kind == HOST:
+        if not seal.is_fixed_size(fd, info.size):
+            why = "its size and its seals must be sealed"
+            raise ProtocolError(f"no memfd of {info.size} bytes", why=why, code="not_a_slab")
+    elif info.kind != "cuda" or gpu == HOST or not plausible_cuda_fd(fd):
+        raise ProtocolError(f"a slab of kind {info.kind} for {gpu}", code="not_a_slab")
+
+
 def plausible_cuda_fd(fd: Fd) -> bool:
     """True for what the driver exports: a descriptor of one of its character devices.
 

@@ -38,9 +38,14 @@ def status(seq: int, store: Store, shelf: Shelf, protection: str) -> wire.Status
         ],
         roles=[wire.RoleInfo(role=role, holder=store.holder(peer)) for role, peer in sorted(state.roles.items())],
         services=[
-            wire.ServiceInfo(service=s.name, holder=store.holder(s.peer), processes=s.processes)
+            wire.ServiceInfo(
+                service=s.name,
+                holder=store.holder(s.peer),
+                processes=s.processes,
+                estate=s.estate.size if s.estate is not None else 0,
+            )
             for s in state.services.values()
-            if s.processes
+            if s.processes or s.estate is not None
         ],
         events=state.events,
     )
