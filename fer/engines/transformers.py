@@ -384,7 +384,9 @@ class TransformersEngine(Engine):
         """Logits of the last of these tokens, which go into the cache; shape ``(vocabulary,)``."""
         if self.compile and self._compiled is None:
             self._compiled = compiled.Compiled(self.module, self.compile)
-        model = self.module if self._compiled is None else self._compiled
+        # The cache makes its tensors in the first call, which belongs into no program.
+        plain = self._compiled is None or not getattr(self._cache, "is_initialized", True)
+        model: Any = self.module if plain else self._compiled
         batch = torch.tensor([list(ids)], device=self.device)
         output = model(input_ids=batch, use_cache=True, logits_to_keep=1, **{self._cache_name: self._cache})
         return output.logits[0, -1]  # type: ignore[no-any-return]
