@@ -168,11 +168,17 @@ def check_shared(folder: Path, config: Any, world: int) -> None:
         config: Transformers' configuration of it.
 
     Raises:
-        OptionError: its heads cannot be spread evenly, or its embeddings are tied.
+        OptionError: it has no plan, its heads cannot be spread evenly, or its embeddings are tied.
     """
     if world < 2:
         return
     text = config.get_text_config(decoder=True)
+    if not any(getattr(each, "base_model_tp_plan", None) for each in (config, text)):
+        raise OptionError(
+            f"{folder} cannot be shared by {world} ranks",
+            why=f"Transformers has no tensor-parallel plan for {architecture_of(config)}",
+            fix="Serve it with one rank",
+        )
     heads = {
         "attention heads": int(text.num_attention_heads),
         "key/value heads": int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fer.engines import pretrained
 from fer.engines.devices import named
 from fer.engines.ranks import Launch
 from fer.errors import OptionError
@@ -57,3 +58,21 @@ def test_devices_of_ranks() -> None:
     for wrong, world in (("cuda:0", 2), ("cuda:0,cuda:0", 2), ("cuda:0,cuda:1", 3), ("cpu,cuda:0", 2)):
         with pytest.raises(OptionError):
             named(wrong, world)
+
+
+def test_models_that_ranks_cannot_share_are_refused_by_name() -> None:
+    from transformers import LlamaConfig, OPTConfig
+
+    def refusal(config: Any, world: int = 2) -> str:
+        with pytest.raises(OptionError) as caught:
+            pretrained.check_shared(Path("model"), config, world)
+        return str(caught.value)
+
+    whole: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    pretrained.check_shared(Path("model"), LlamaConfig(**whole), 2)
+    assert "it has 2 key/value heads" in refusal(LlamaConfig(**whole), 4)
+    assert "it has 4 attention heads" in refusal(LlamaConfig(**whole), 3)
+    tied = LlamaConfig(**{**whole, "tie_word_embeddings": True})
+    assert "embeddings are tied" in refusal(tied)
+    pretrained.check_shared(Path("model"), tied, 1)
+    assert "no tensor-parallel plan for OPT" in refusal(OPTConfig(tie_word_embeddings=False))
