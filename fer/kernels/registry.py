@@ -61,11 +61,12 @@ def sglang(*below: str, variable: str = "") -> Callable[[Mapping[str, str]], Pat
 
 
 def _deep_gemm_root(environ: Mapping[str, str]) -> Path | None:
-    """DeepGEMM's own folder, or the one SGLang gives it, whichever is there."""
+    """DeepGEMM's own folder, or the one SGLang gives it (some releases in ``~/.cache`` itself), whichever is there."""
     if environ.get("SGLANG_DG_CACHE_DIR") or environ.get("DG_JIT_CACHE_DIR"):
         return named("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR")(environ)
-    engines = sglang("deep_gemm")(environ)
-    return engines if engines is not None and engines.is_dir() else home_of(".deep_gemm")(environ)
+    engines = (sglang("deep_gemm")(environ), home_of(".cache", "deep_gemm")(environ))
+    there = next((path for path in engines if path is not None and path.is_dir()), None)
+    return there or home_of(".deep_gemm")(environ)
 
 
 def _flashinfer_root(environ: Mapping[str, str]) -> Path | None:

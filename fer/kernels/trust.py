@@ -15,11 +15,6 @@ _DEVICE: Final = {"cubin": elf.CUDA, "hsaco": elf.AMDGPU}
 _TEXT: Final = frozenset({"source", "ttir", "ttgir", "llir", "ptx", "amdgcn", "glir", "json", "txt", "cu"})
 
 
-def is_harmless_name(name: str) -> bool:
-    """Whether files of this name are data, if they hold what the name says."""
-    return name.rpartition(".")[2] in {*_DEVICE, *_TEXT}
-
-
 def code_in(name: str, data: bytes) -> str:
     """Why a file is code of the host, or may be; ``""`` for data and device code."""
     extension = name.rpartition(".")[2]

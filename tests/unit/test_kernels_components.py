@@ -207,6 +207,9 @@ def test_places_follow_the_engines_variables(tmp_path: Path) -> None:
     home = {"HOME": "/h"}
     assert REGISTRY["deepgemm"].where({**home, "SGLANG_DG_CACHE_DIR": "/dg"}) == Path("/dg")
     assert REGISTRY["deepgemm"].where(home) == Path("/h/.deep_gemm")
+    for below in (".cache/deep_gemm", ".cache/sglang/deep_gemm"):
+        (tmp_path / below).mkdir(parents=True)
+        assert REGISTRY["deepgemm"].where({"HOME": str(tmp_path)}) == tmp_path / below
     assert REGISTRY["sglang-jit"].where({**home, "SGLANG_CACHE_DIR": "/s"}) == Path("/s/jit")
     assert REGISTRY["sglang-cute"].where(home) == Path("/h/.cache/sglang/cute_aot")
     assert REGISTRY["flashinfer-jit"].where({"FLASHINFER_WORKSPACE_BASE": "/f"}) == Path("/f/.cache/flashinfer")
