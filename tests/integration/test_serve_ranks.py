@@ -111,6 +111,20 @@ def test_a_rank_that_stands_still_is_ended_with_the_others(start: Start, keeper:
     nothing_is_left(service, keeper)
 
 
+def test_a_keeper_killed_meanwhile_has_a_successor_that_knows_both_ranks(start: Start, keeper: Keeper) -> None:
+    service = start(standbys=1)
+    before = ranks(service)
+    keeper.kill()
+    stream = service.stream("once", 120).read(20)
+    kill_and_wait(before[1])
+    assert stream.rest().text == expected("once", 120)
+    all_gone(before)
+    service.until_status("it is started again", lambda status: status["restarts"] == 1)
+    all_ready(service, 1)
+    assert holders(keeper) == ranks(service)
+    nothing_is_left(service, keeper)
+
+
 def test_the_keeper_ends_what_is_left_where_nobody_else_can(start: Start, keeper: Keeper) -> None:
     service = start()
     before = ranks(service)

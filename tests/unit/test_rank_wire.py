@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fer.errors import PeerRankFailed, ProtocolError
+from fer.errors import OptionError, PeerRankFailed, ProtocolError
 from fer.standby import cohort, rank_wire
 from fer.standby.cohort import Cohort, Link, join
 from fer.standby.process import Command
 from fer.standby.rank_commands import of_ranks
+from fer.standby.service import Settings
 from fer.weights.services import this_process
 
 ORDERS: list[rank_wire.Order] = [
@@ -106,6 +107,14 @@ def test_ranks_that_do_not_come_are_named(runtime_dir: Path, monkeypatch: pytest
         Cohort(runtime_dir / "engine.sock.ranks", 3).gather()
     with pytest.raises(PeerRankFailed, match="rank 0 cannot be reached"):
         join(runtime_dir / "other.sock.ranks", 1, 2)
+
+
+@pytest.mark.parametrize(("tp", "device"), [(0, "auto"), (2, "cuda:0"), (2, "cuda:1,cuda:1"), (1, "cuda:0,cuda:1")])
+def test_settings_that_no_ranks_can_have_are_refused(tmp_path: Path, tp: int, device: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    Settings(model=tmp_path, tp=2, device="cuda:3,cuda:1").check()
+    with pytest.raises(OptionError):
+        Settings(model=tmp_path, tp=tp, device=device).check()
 
 
 def test_a_command_a_rank(tmp_path: Path) -> None:
