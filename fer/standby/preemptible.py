@@ -63,7 +63,8 @@ class Preemptible:
         self.preempted: Counter[str] = Counter()
         self.back_s = 0.0
         self._for: Member | None = None
-        """Who it gave way to and has not come up yet."""
+        """Who it gave way to and has not come up yet, in its start of this number or a later one."""
+        self._start = 0
         self._ended = 0.0  # when the last engine was ended or died, on the clock of time.monotonic(); 0: it runs
         self._lacking = False  # it gave way since its start
         self._poked = asyncio.Event()
@@ -81,7 +82,8 @@ class Preemptible:
         Args:
             to: no batch engine is started before this one has come up or failed.
         """
-        self._for = to if to is not None else self._for
+        if to is not None:
+            self._for, self._start = to, to.starts + (to.role == "standby")  # which is to start again
         if self.member.gone.is_set():
             return False
         self._lacking = True
@@ -183,8 +185,8 @@ class Preemptible:
         """Wait until an engine is wanted and stands in nobody's way."""
         while True:
             self._poked.clear()
-            if self._for is not None and self._for.role in ("starting", "promoting", "ending"):
-                pass  # it gave way to that one
+            if self._gave_way():
+                pass
             elif self._may_run():
                 self._for = None
                 await self._succession.first_token()
@@ -192,6 +194,13 @@ class Preemptible:
                     return
                 continue
             await self._poked.wait()
+
+    def _gave_way(self) -> bool:
+        """Whether whom it gave way to is yet to come up."""
+        other = self._for
+        if other is None or other.role in ("backoff", "stopped"):
+            return False
+        return other.starts < self._start or other.role in ("starting", "promoting", "ending")
 
     def _may_run(self) -> bool:
         return not self.paused and self._succession.active is not None

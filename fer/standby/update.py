@@ -25,7 +25,7 @@ from fer.standby.life import Lives, SupervisorLimits
 from fer.standby.member import Member
 from fer.standby.preemptible import Preemptible
 from fer.standby.succession import Succession
-from fer.standby.version import Version
+from fer.standby.version import Version, unpublished
 
 log = logging.getLogger("fer.standby")
 
@@ -166,9 +166,8 @@ class Update:
         before = await self._editions.of(version.model)
         new = self._staff.hire(version)
         try:
-            await new.until(lambda: new.role in ("standby", "stopped"))
-            if new.role != "standby":
-                raise self._refused(new, "its engine did not come up")
+            await self._up(new)
+            await self._share(new)
             self._enter("switching")
             former = await self._hand_over(new, cut=cut)
             self._enter("trial")
@@ -182,6 +181,27 @@ class Update:
                 await self._give_up(made - self._succession.version.editions)
             raise
         return former
+
+    async def _up(self, new: Member) -> None:
+        await new.until(lambda: new.role in ("standby", "stopped"))
+        if new.role != "standby":
+            raise self._refused(new, "its engine did not come up")
+
+    async def _share(self, new: Member) -> None:
+        """Where its weights could not be published, as for want of room, have batch give way, and start it again.
+
+        An engine with weights of its own serves as well; but then each one that follows loads a copy.
+        """
+        batch, old = self._staff.batch, self._succession.version
+        why = unpublished(new.ready) if new.ready is not None else ""
+        if not why or not old.editions:  # no keeper has the old ones either
+            return
+        if batch is not None and await batch.give_way(f"{new.name} could not publish: {why}", new):
+            await self._lives.dismiss(new, "it starts again, to publish")
+            await self._up(new)
+            why = unpublished(new.ready) if new.ready is not None else ""
+        if why:
+            log.warning("%s serves with weights of its own, and so will each engine after it: %s", new.name, why)
 
     async def _hand_over(self, new: Member, *, cut: bool) -> Member | None:
         for attempt in range(1, HAND_OVERS + 1):

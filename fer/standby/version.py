@@ -67,6 +67,14 @@ class Version:
         return digest.hexdigest()[:16]
 
 
+def unpublished(ready: Ready) -> str:
+    """Why an engine's weights are its own alone, ``""`` where the keeper has them."""
+    for stage in ready.report.get("stages", []):
+        if stage["name"] == "weights" and (stage.get("details") or {}).get("published") is False:
+            return str(stage["why"]) or "no reason was given"
+    return ""
+
+
 def positions(folder: Path) -> int | None:
     """The positions that a model was made for, None where its configuration does not say.
 

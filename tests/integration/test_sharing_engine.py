@@ -120,8 +120,21 @@ def editions() -> list[EditionInfo]:
         return client.status().editions
 
 
-def test_batch_and_update_on_one_set_of_weights(
-    models: list[Path], answers: list[list[int]], runtime_dir: Path
+def unservable(models: list[Path], folder: Path) -> list[Path]:
+    """Folders that an engine ends of, each at another point of its start."""
+    odd, torn = folder / "odd", folder / "torn"
+    odd.mkdir()
+    (odd / "config.json").write_text(json.dumps({"model_type": "none_that_is_known"}))
+    torn.mkdir()
+    for file in models[1].iterdir():
+        data = file.read_bytes()
+        (torn / file.name).write_bytes(data[:200] if file.suffix == ".safetensors" else data)
+    # Without a tokenizer it cannot serve, which is seen after it was published.
+    return [odd, torn, engine_models.llama(folder / "mute", seed=6, eos_token_id=None)]
+
+
+def test_batch_and_updates_on_one_set_of_weights(
+    models: list[Path], answers: list[list[int]], runtime_dir: Path, tmp_path: Path
 ) -> None:
     sharing = Sharing(models[0], runtime_dir)
 
@@ -134,6 +147,12 @@ def test_batch_and_update_on_one_set_of_weights(
             assert await ask(sharing.batch, kill=pid) == answers[0], "it came back, and went on with the same bits"
             assert sharing.batch.resumed == 1 and sharing.batch.differed == 0
 
+            for folder in unservable(models, tmp_path):
+                with pytest.raises(FerError, match=r"the update failed: .*version 1 \(seed3\) serves as before"):
+                    await sharing.supervisor.update.to(sharing.version(folder))
+            assert [info.edition for info in await asyncio.to_thread(editions)] == [first.edition]
+            assert await ask(sharing.online) == answers[0] and sharing.supervisor.restarts == 1
+
             during = asyncio.create_task(ask(sharing.online))
             done = await sharing.supervisor.update.to(sharing.version(models[1]))
             assert await during == answers[0], "an answer ends at the model that began it"
@@ -144,31 +163,3 @@ def test_batch_and_update_on_one_set_of_weights(
 
     play(work())
     assert not list(runtime_dir.glob("engine-*")) and not list(runtime_dir.glob("batch-*"))
-
-
-def test_a_folder_that_cannot_be_served_leaves_no_edition(
-    models: list[Path], answers: list[list[int]], runtime_dir: Path, tmp_path: Path
-) -> None:
-    sharing = Sharing(models[0], runtime_dir)
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": "none_that_is_known"}))
-    (tmp_path / "torn").mkdir()
-    for file in models[1].iterdir():
-        data = file.read_bytes()
-        (tmp_path / "torn" / file.name).write_bytes(data[:200] if file.suffix == ".safetensors" else data)
-
-    # Without a tokenizer it cannot serve, which is seen after it was published.
-    mute = engine_models.llama(tmp_path / "mute", seed=6, eos_token_id=None)
-
-    async def work() -> None:
-        async with sharing.running():
-            await sharing.batch_answers()
-            before = await asyncio.to_thread(editions)
-            for folder in (tmp_path / "odd", tmp_path / "torn", mute):
-                with pytest.raises(FerError, match=r"the update failed: .*version 1 \(seed3\) serves as before"):
-                    await sharing.supervisor.update.to(sharing.version(folder))
-            assert await ask(sharing.online) == await ask(sharing.batch) == answers[0]
-            assert [info.edition for info in await asyncio.to_thread(editions)] == [info.edition for info in before]
-            assert sharing.supervisor.update.failed == 3 and sharing.supervisor.restarts == 0
-
-    play(work())

@@ -39,6 +39,15 @@ class Room:
                 raise OutOfMemory("the pretended card is full", why=why, needed=1, free=free)
             (self._folder / f"{os.getpid()}.{what}").touch()
 
+    def could(self, what: str) -> bool:
+        """Whether there is room for one piece more just now."""
+        try:
+            self.take(what)
+        except OutOfMemory:
+            return False
+        self.give(what)
+        return True
+
     def give(self, what: str) -> None:
         """Give this process's piece back."""
         (self._folder / f"{os.getpid()}.{what}").unlink(missing_ok=True)

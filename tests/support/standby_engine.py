@@ -8,8 +8,8 @@ A file beside it lists what each process holds: a line ``memory PID`` for a prom
 
 ``TEST_MODEL`` is the model's folder; ``salt`` in its configuration makes its answers other ones. A file ``NAME.fault``
 beside the folder decides how engines of this model go wrong: ``usage``, ``library`` (a MemoryError) and ``die`` at the
-start, ``slow`` a start that lasts until the file is gone, ``die-promote``, ``memory-promote``, and ``die-token`` with
-the first request.
+start, ``slow`` a start that lasts until the file is gone, ``publish`` one that needs a piece more to publish,
+``die-promote``, ``memory-promote``, and ``die-token`` with the first request.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ class Engine:
     """Pretends to have memory for answers, and says so in a file."""
 
     def __init__(self, parked: bool, room: Room, edition: str) -> None:
+        published = fault_of_model() != "publish" or room.could("slab")
         self.parked, self._room = parked, room
         self.fault = Path(os.environ["TEST_FAULT"])
         self.report = Report()
-        self.report.stage("weights", "attached", "as every time", edition=edition)
+        if published:
+            self.report.stage("weights", "attached", "as every time", edition=edition)
+        else:
+            self.report.stage("weights", "loaded", "not published: no room for a slab", published=False)
         self.report.finish()
         if not parked:
             room.take("cache")
