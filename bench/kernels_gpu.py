@@ -1,6 +1,6 @@
 """Compiled kernels on one GPU: a model under torch.compile and SGLang, cold, with moved caches, and from FER's archive.
 
-python -m bench.kernels_gpu [PART ...] [--minutes 9] [--layers 12]
+python -m bench.kernels_gpu [PART ...] [--minutes 9] [--layers 8]
     parts: small, 8b (TransformersEngine under torch.compile), sglang, fp8 (need --sglang-env, and a model each)
     --sglang-env FILE    shell file after which `python -m sglang.launch_server` works
     --model, --fp8-model folders of checkpoints for SGLang
@@ -315,7 +315,7 @@ def main(arguments: argparse.Namespace) -> None:
             if part == "small":
                 CompiledModel(plan, base, part, arguments, layers=2).schedule(50)
             elif part == "8b":
-                CompiledModel(plan, base, part, arguments, layers=arguments.layers).schedule(80)
+                CompiledModel(plan, base, part, arguments, layers=arguments.layers).schedule(120)
             else:
                 from bench.kernels_sglang import Served
 
@@ -329,7 +329,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels_gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=["small", "8b", "sglang", "fp8", []], help="all by default")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything together")
-    parser.add_argument("--layers", type=int, default=12, help="of the model of 8B shape; the 8B has 36")
+    parser.add_argument("--layers", type=int, default=8, help="of the model of 8B shape; the 8B has 36")
     parser.add_argument("--device", default="cuda:0", help="cpu tries the steps out where no GPU is")
     parser.add_argument("--backend", default="inductor", help="torch's name of the compiler")
     parser.add_argument("--scratch", default=None, help="folder for models and caches")

@@ -90,6 +90,8 @@ class Served:
             raise SystemExit(f"{name} needs --sglang-env FILE and a checkpoint (--model, --fp8-model)")
         self.plan, self.base, self.name, self.model = plan, base, name, model
         self.shell, self.fp8 = shell_environment(env), name == "fp8"
+        # FER asks for the toolkit that compiles SGLang's kernels, here as there.
+        os.environ.update({key: value for key, value in self.shell.items() if key == "CUDA_HOME"})
         self.compile_s = min(arguments.fp8_compile_s, 300.0)
         self.tokens: dict[str, Any] = {}
         self.cold_entries: dict[tuple[str, str], float] = {}
