@@ -60,7 +60,7 @@ def _summary(progress: Progress) -> str:
     parts = [f"{count(progress.answered, 'answer')} written"]
     parts += [f"{progress.before} there before"] if progress.before else []
     parts += [f"{count(progress.refused, 'request')} refused"] if progress.refused else []
-    parts += [f"{count(progress.bad, 'line')} that are no requests"] if progress.bad else []
+    parts += [f"{count(progress.bad, 'line')} not understood"] if progress.bad else []
     parts += [f"{progress.left} left: run it again"] if progress.left else []
     return ", ".join(parts)
 

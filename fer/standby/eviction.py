@@ -41,7 +41,8 @@ class Editions:
                 found = client.status().editions
         except FerError:
             return set()
-        return {info.edition for info in found if _model(info.fields) == str(model)}
+        names = {str(model.absolute()), str(model.resolve())}  # engines follow links
+        return {info.edition for info in found if _model(info.fields) in names}
 
     def _evict(self, edition: str) -> str:
         deadline = time.monotonic() + LEASES_S

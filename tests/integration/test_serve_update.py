@@ -241,7 +241,7 @@ def test_without_a_folder_or_with_one_of_no_model_nothing_is_begun(
         reply = update(service, tmp_path / name)
         kind = "OptionError" if name == "short" else "CheckpointError"
         assert reply.status == 409 and reply.json["fer"]["kind"] == kind, reply.body
-    assert service.admin("POST", "/admin/update", {"folder": "x"}).status == 250
+    assert service.admin("POST", "/admin/update", {"folder": "x"}).status == 400
     assert service.status()["update"]["failed"] == 0
     serves(service, 1)
     nothing_is_left(service, keeper)
