@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_standby import both, holders, nothing_is_left
+from tests.support.cli import fer
 from tests.support.descriptors import open_descriptors
 from tests.support.keeper import Keeper, wait_until
 from tests.support.pretended_room import Room
@@ -245,6 +246,22 @@ def test_without_a_folder_or_with_one_of_no_model_nothing_is_begun(
     assert service.status()["update"]["failed"] == 0
     serves(service, 1)
     nothing_is_left(service, keeper)
+
+
+def test_the_command_updates_and_its_exit_code_says_what_went_wrong(start: Start, keeper: Keeper, other: Path) -> None:
+    service = start()
+    other.with_suffix(".fault").write_text("memory-promote")
+    lacking = fer("update", other, "--json")
+    assert lacking.code == 6 and lacking.json["error"]["fields"] == {"needed": 8, "free": 3}
+    other.with_suffix(".fault").unlink()
+    missing = fer("update", other.with_name("nowhere"), "--json")
+    assert missing.code == 2 and missing.json["error"]["kind"] == "CheckpointError"
+    done = fer("update", other, "--keep-old")
+    assert done.code == 0, done.err
+    assert f"version 3 of {other}" in done.out and "kept: tiny-0: --keep-old" in done.out
+    serves(service, 3)
+    nothing_is_left(service, keeper)
+    assert fer("update", other).code == 2, "no service runs any more"
 
 
 def test_where_memory_is_short_the_batch_engine_gives_way(
