@@ -72,7 +72,7 @@ def free() -> list[int]:
 
 
 def test_answers_outlive_either_rank(children: Children, tmp_path: Path, folder: Path) -> None:
-    before = free()
+    before, shared = free(), {*os.listdir("/dev/shm")}
     service = TensorParallel(children, folder, tmp_path / "serve.log", *HERE, "--standbys", "1")
     service.whole(2)
     answer = service.stream(PROMPT, COUNT).rest().text
@@ -96,6 +96,7 @@ def test_answers_outlive_either_rank(children: Children, tmp_path: Path, folder:
     with KeeperClient.connect(label="test") as client:
         client.stop(force=True)
     wait_until(lambda: not list(with_variable("FER_RUNTIME_DIR", os.environ["FER_RUNTIME_DIR"])), "all have ended")
+    assert {*os.listdir("/dev/shm")} <= shared, "NCCL's shared memory, of ranks that were killed too"
     # A driver may keep a few MiB for processes to come; an engine's context alone would be hundreds.
     assert all(now > then - (64 << 20) for now, then in zip(free(), before, strict=True))
 
