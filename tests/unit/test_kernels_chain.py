@@ -108,6 +108,20 @@ def test_damage_here_is_healed_from_theirs(tmp_path: Path, monkeypatch: pytest.M
     assert manager.COUNTS.fetched == 1
 
 
+def test_tritons_own_in_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose("triton.runtime.cache:FileCacheManager", monkeypatch)
+    hits, compiled, binary = lookup()
+    assert (hits, compiled) == (0, 1)
+    assert (the_entry(tmp_path / "cache") / (entry.SIDECAR + NAME)).exists()
+    assert lookup() == (1, 0, binary)
+    shutil.move(tmp_path / "cache", tmp_path / "moved")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "moved"))
+    assert lookup() == (1, 0, binary)
+    (the_entry(tmp_path / "moved") / "add.cubin").write_bytes(b"")
+    assert lookup() == (0, 1, binary)
+    assert not manager.COUNTS.fetched and not chain.trouble()
+
+
 def test_a_key_of_another_kernel_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose("Shared", monkeypatch)
     lookup()
