@@ -17,6 +17,9 @@ from fer.standby.wire import Ready
 Commands = Callable[[Path], Sequence[Command]]
 """The commands, one a rank, of an engine whose rank 0 is to answer at a socket."""
 
+SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py")
+"""Ends of the names of files that answers can depend on; others, such as locks and logs, may come and go."""
+
 
 @dataclass(eq=False, kw_only=True)
 class Version:
@@ -59,7 +62,8 @@ class Version:
         digest = hashlib.sha256(str(self.model.absolute()).encode())
         try:
             with os.scandir(self.model) as entries:
-                found = sorted((entry.name, entry.stat()) for entry in entries if entry.is_file())
+                of_model = (entry for entry in entries if entry.name.endswith(SUFFIXES) and entry.is_file())
+                found = sorted((entry.name, entry.stat()) for entry in of_model)
         except OSError:
             return ""
         for name, stat in found:
