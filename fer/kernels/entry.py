@@ -35,6 +35,9 @@ SCHEMA: Final = 1
 KEPT_DAMAGED: Final = 64
 """Entries the quarantine holds at most; beyond that damage is only reported."""
 
+_PLAIN: Final = re.compile(
+    rf"(?!\.{{1,2}}\Z|lock\Z|{GROUP}|{SIDECAR}|tmp\.pid_|\.tmp\.)[^/\0\ud800-\udfff]{{1,255}}", re.DOTALL
+)
 _KEY: Final = re.compile(r"[A-Z2-7]{51}[AQ]")
 """52 digits of five bits hold 256 and four that are zero."""
 
@@ -92,12 +95,7 @@ class Sidecar:
 
 def is_plain_name(name: str) -> bool:
     """Whether a text is the name of one file, and of no file that FER or Triton keeps for itself."""
-    return (
-        0 < len(name) <= 255
-        and not any(character in "/\0" or "\ud800" <= character <= "\udfff" for character in name)
-        and name not in (".", "..", "lock")
-        and not name.startswith((GROUP, SIDECAR, "tmp.pid_", ".tmp."))
-    )
+    return _PLAIN.fullmatch(name) is not None
 
 
 def read(path: str) -> bytes:

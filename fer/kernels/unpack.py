@@ -35,6 +35,9 @@ _WRITERS: Final = 4
 _SLOW_S: Final = 100e-6
 """Seconds for making a file, above which threads do it; 20 to 30 µs are usual."""
 
+_LOOK_AT: Final = 256
+"""Files whose mean is looked at: a single one may have waited for a processor."""
+
 _AHEAD: Final = 64 << 20
 """Bytes of entries that are written while the archive is read on."""
 
@@ -331,7 +334,8 @@ class _Staging:
         self._folders: dict[str, Path] = {}
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="fer-unpack")
         self._begun: deque[tuple[str, Future[Became], int]] = deque()
-        self._bytes, self._slow = 0, False
+        self._bytes = self._files = 0
+        self._seconds, self._slow = 0.0, False
 
     def __enter__(self) -> _Staging:
         return self
@@ -350,7 +354,11 @@ class _Staging:
         if not self._slow:
             begun = time.perf_counter()
             self._note(each.path, self._write(each, self._folder(each), files))
-            self._slow = time.perf_counter() - begun > _SLOW_S * len(files)
+            self._seconds += time.perf_counter() - begun
+            self._files += len(files)
+            if self._files >= _LOOK_AT:
+                self._slow = self._seconds > _SLOW_S * self._files
+                self._seconds, self._files = 0.0, 0
             return
         size = sum(len(data) for _, data in files)
         self._begun.append((each.path, self._writers.submit(self._write, each, self._folder(each), files), size))

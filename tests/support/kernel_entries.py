@@ -125,6 +125,7 @@ def with_manifest(archive: Path, change: Any) -> Path:
 @pytest.fixture(params=["one after another", "by threads"])
 def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Entries are written as where making files is quick, and as where it is slow."""
+    monkeypatch.setattr(unpack, "_LOOK_AT", 1)
     monkeypatch.setattr(unpack, "_SLOW_S", -1.0 if request.param == "by threads" else float("inf"))
     return str(request.param)
 

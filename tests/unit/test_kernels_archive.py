@@ -247,6 +247,7 @@ def test_much_is_never_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for number in range(40):
         made.make(tmp_path / "cache", f"k{number}")
     archive = made.packed(tmp_path / "cache", tmp_path / "a.ferkernels")
+    monkeypatch.setattr(unpack, "_LOOK_AT", 1)
     monkeypatch.setattr(unpack, "_SLOW_S", -1.0)
     monkeypatch.setattr(unpack, "_AHEAD", 2000)
     held: list[int] = []
