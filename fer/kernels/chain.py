@@ -50,6 +50,8 @@ def _load(name: str) -> Any:
     found = getattr(importlib.import_module(module), attribute)
     if not any(each.__name__ == "CacheManager" for each in found.mro()):
         raise TypeError("it is no CacheManager")
+    if found.__module__ == "fer.kernels.manager":
+        raise TypeError("it is FER's own, which would stand behind itself")
     return found
 
 

@@ -165,8 +165,8 @@ def test_a_broken_manager_is_left_out_and_named(
     assert lookup() == (1, 0, binary)
 
 
-@pytest.mark.parametrize("name", ["no.such.module:Manager", "without_a_class"])
-def test_a_manager_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["no.such.module:Manager", "without_a_class", manager.SPEC])
+def test_a_manager_that_cannot_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(chain.VARIABLE, name)
     monkeypatch.setenv("TRITON_CACHE_MANAGER", manager.SPEC)
     assert lookup()[:2] == (0, 1)
