@@ -1,6 +1,7 @@
 """Compiled kernels: found in another place, restored, verified; beside Triton as it is, in the same run. Needs no GPU.
 
-python -m bench.kernels
+python -m bench.kernels                  # everything
+python -m bench.kernels many [FOLDER ...]   # a thousand kernels, unpacked into folders on file systems of your choice
 """
 
 from __future__ import annotations
@@ -165,8 +166,12 @@ def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def many(results: Results, base: Path) -> None:
-    """A thousand kernels: packed, unpacked and verified; beside a plain copy of the same files."""
+def many(results: Results, base: Path, places: tuple[Path, ...] = ()) -> None:
+    """A thousand kernels: packed, unpacked and verified; beside a plain copy of the same files.
+
+    Args:
+        places: folders to unpack below; by default one on the disk of temporary files, and one in memory.
+    """
     from fer.kernels import pack, unpack
 
     source = base / "many"
@@ -176,8 +181,8 @@ def many(results: Results, base: Path) -> None:
     results.add(f"pack {MANY} kernels (s)", round(packed, 3))
     raw = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     results.add("cache; archive (MiB)", f"{raw / 2**20:.1f}; {archive.stat().st_size / 2**20:.1f}")
-    for place in (base, *([Path("/dev/shm")] if os.access("/dev/shm", os.W_OK) else [])):
-        kind = "memory" if str(place) == "/dev/shm" else "disk"
+    for place in places or (base, *([Path("/dev/shm")] if os.access("/dev/shm", os.W_OK) else [])):
+        kind = str(place) if places else "memory" if str(place) == "/dev/shm" else "disk"
         with tempfile.TemporaryDirectory(dir=place) as folder:
             unpacked, copied = [], []
             for number in range(RUNS):  # in turns: a disk's pace changes
@@ -276,6 +281,11 @@ def main() -> None:
     results.add("triton", triton.__version__)
     with tempfile.TemporaryDirectory(prefix="fer-bench-") as folder:
         base = Path(folder)
+        if sys.argv[1:2] == ["many"]:
+            run(base / "restored-moved", base / "home", fer=True)
+            many(results, base, tuple(map(Path, sys.argv[2:])))
+            results.save()
+            return
         for part in (moved, first_kernel, per_hit, many, other_gpus, stage):
             part(results, base)
     results.save()
