@@ -86,21 +86,25 @@ class Plan:
 
 
 def run(command: list[str], environ: Mapping[str, str], limit_s: float, log: Path) -> str:
-    """A process group's standard output; RuntimeError with the end of its log where it fails or takes too long."""
-    with log.open("wb") as errors:
+    """A process's standard output; RuntimeError with the end of its log where it fails or takes too long.
+
+    Through files: torch's compile workers may hold a pipe open for a while after the engine has ended.
+    """
+    said = log.with_suffix(".out")
+    with log.open("wb") as errors, said.open("wb") as out:
         child = subprocess.Popen(
-            command, cwd=ROOT, env=dict(environ), stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            command, cwd=ROOT, env=dict(environ), stdout=out, stderr=errors, start_new_session=True
         )
         try:
-            out, _ = child.communicate(timeout=limit_s)
-            why = f"exit status {child.returncode}" if child.returncode else ""
+            status = child.wait(limit_s)
+            why = f"exit status {status}" if status else ""
         except subprocess.TimeoutExpired:
-            out, why = b"", f"not done in {limit_s:.0f} s"
+            why = f"not done in {limit_s:.0f} s"
         finally:
             end(child)
     if why:
         raise RuntimeError(f"{why}: {log.read_bytes()[-1500:].decode(errors='replace')}")
-    return out.decode()
+    return said.read_text()
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
