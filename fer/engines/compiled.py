@@ -51,18 +51,20 @@ def lengths(most: int) -> Iterator[int]:
         length *= 2
 
 
-def warm_up(engine: TransformersEngine, backend: str) -> str:
+def warm_up(engine: TransformersEngine, backend: str, most: int) -> str:
     """Compile both programs, and let prompts of every order of length find what they lack.
 
     An earlier start's walk over the lengths is not repeated while the kernels it left are there; the two programs are
     made in any case, so that no answer waits for a compilation.
+
+    Args:
+        most: positions of the engine's cache, 3 or more.
 
     Returns:
         why the walk was done, ``""`` where it was left out.
     """
     from fer.kernels import coverage, markers
 
-    most = engine.max_length
     first, *others = lengths(most)
     engine.prefill([engine.any_token()] * first)
 

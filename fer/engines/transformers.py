@@ -215,8 +215,10 @@ class TransformersEngine(Engine):
             return
         from transformers import StaticCache
 
-        length = min(cache.PARKED_LENGTH, self.max_length) if self._parked else self.max_length
-        self._cache = StaticCache(config=self.module.config, max_cache_len=length)
+        self._cache = StaticCache(config=self.module.config, max_cache_len=self._cache_length())
+
+    def _cache_length(self) -> int:
+        return min(cache.PARKED_LENGTH, self.max_length) if self._parked else self.max_length
 
     def park(self) -> bool:
         self._set_parked(True)
@@ -255,7 +257,7 @@ class TransformersEngine(Engine):
         """Run the decode path once, so that the first answer pays for no lazy initialisation or compilation."""
         list(self.stream([self.any_token()], max_new_tokens=2, stop=False))
         if self.compile:
-            compiled.warm_up(self, self.compile)
+            compiled.warm_up(self, self.compile, self._cache_length())
 
     def first_token(self) -> None:
         list(self.stream([self.any_token()], max_new_tokens=1, stop=False))

@@ -54,6 +54,14 @@ def test_the_same_tokens_and_no_program_for_each_length(folder: Path) -> None:
     assert all(torch.allclose(left, right, atol=1e-5) for left, right in zip(steps, alone, strict=True))
 
 
+def test_an_engine_that_stands_by_walks_what_its_cache_holds(folder: Path) -> None:
+    plain, engine = loaded(folder), loaded(folder, compile="eager")
+    engine.park()
+    engine.warm_up()
+    engine.unpark()
+    assert engine.generate(list(range(3, 40)), 12) == plain.generate(list(range(3, 40)), 12)
+
+
 def test_mistakes_are_named(folder: Path) -> None:
     with pytest.raises(OptionError, match="aot_eager"):
         TransformersEngine(folder, compile="nosuch")
@@ -76,7 +84,7 @@ def test_the_walk_over_lengths_is_not_repeated(folder: Path, tmp_path: Path, mon
 
     def warm_up() -> str:
         walked.clear()
-        return compiled.warm_up(engine, "eager")
+        return compiled.warm_up(engine, "eager", engine.max_length)
 
     assert "no kernels are kept" in warm_up()  # the stage is off
     monkeypatch.setenv(coverage.VARIABLE, str(tmp_path))
