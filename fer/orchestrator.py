@@ -12,11 +12,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fer import stages
+from fer.errors import FerError
 from fer.options import Options
 from fer.report import Report
 
 if TYPE_CHECKING:
     from fer.engines.base import Engine
+    from fer.memory.kept import KeptMemory
+
+log = logging.getLogger("fer")
 
 
 def recover(engine: Engine, options: Options | None = None, **overrides: Any) -> Report:
@@ -51,9 +55,11 @@ class Recovered:
     Attributes:
         report: of the start.
         parked: the engine has no memory for its cache, and cannot serve.
+        intact: memory that it was given to go on with holds what it held.
     """
 
     def __init__(self, start: stages.Start, graphs: stages.Wide) -> None:
+        self.intact = False
         self._start, self._graphs = start, graphs
         self.report, self.parked = start.report, start.parked
         self._unproven = False  # it has memory anew, and nothing has run on that
@@ -63,8 +69,12 @@ class Recovered:
         self.parked = self._graphs.park(self._start)
         return self.parked
 
-    def unpark(self) -> dict[str, float]:
+    def unpark(self, kept: KeptMemory | None = None) -> dict[str, float]:
         """Take memory for the cache and make one token, which proves that the engine serves.
+
+        Args:
+            kept: memory of an engine of the same :attr:`cache`, which this one goes on with: :attr:`intact` says
+                whether it could. The descriptors stay the caller's.
 
         Returns:
             seconds of ``backing`` and ``self_test``.
@@ -73,20 +83,51 @@ class Recovered:
             OutOfMemory: fields ``needed`` and ``free`` in bytes. The engine is parked as before; ask again later.
         """
         begin = time.perf_counter()
-        self.back()
+        self.back(kept)
         backed = time.perf_counter()
         self.prove()
         return {"backing": backed - begin, "self_test": time.perf_counter() - backed}
 
-    def back(self) -> None:
+    def back(self, kept: KeptMemory | None = None) -> None:
         """The first half of :meth:`unpark`, which waits for no other rank: take memory for the cache.
 
         Raises:
             OutOfMemory: as :meth:`unpark`.
         """
+        self.intact = False
+        if kept is not None:
+            try:
+                self.intact = self._graphs.unpark(self._start, kept)
+            except FerError as error:
+                log.warning("the cache that was kept is not used: %s", error)
+                self.parked = True
+            else:
+                self.parked, self._unproven = False, True
         if self.parked:
             self._graphs.unpark(self._start)
             self.parked, self._unproven = False, True
+
+    def keep(self) -> KeptMemory | None:
+        """The cache's memory as descriptors, the caller's; None where it ends with this process."""
+        try:
+            return self._graphs.keep(self._start)
+        except FerError as error:
+            log.warning("the cache is not kept for an engine after this one: %s", error)
+            return None
+
+    @property
+    def cache(self) -> dict[str, Any] | None:
+        """What must be the same in an engine that goes on with this one's cache: weights, layout, places of tensors.
+
+        None where no engine can: answers have no rows of their own, or nobody could say that the weights are the same.
+        """
+        engine, edition = self._start.engine, self.report.stages["weights"].details.get("edition")
+        graphs = engine.graphs()
+        if graphs is None or not edition:
+            return None
+        named = graphs.tensors() if engine.device.startswith("cuda") else {}
+        places = {name: [tensor.data_ptr(), tensor.nbytes] for name, tensor in named.items() if name.startswith("kv.")}
+        return {"edition": edition, "layout": dict(graphs.layout()), "places": places}
 
     def prove(self) -> None:
         """The second half, which ranks take together once all of them have memory: make one token."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fer.engines.base import Engine
+    from fer.memory.kept import KeptMemory
     from fer.options import Options
     from fer.report import Report
 
@@ -72,12 +73,22 @@ class Wide(Stage):
         """Take the cache's memory from an engine at rest; whether there is less of it now."""
         return start.engine.park()
 
-    def unpark(self, start: Start) -> None:
-        """Give it memory again. Raises OutOfMemory: the engine is parked as before.
+    def keep(self, start: Start) -> KeptMemory | None:
+        """The cache's memory, for an engine after this one; None where it would end with this process."""
+        return start.engine.keep()
 
-        Ranks do so each for itself, so that nothing here may need another one.
+    def unpark(self, start: Start, kept: KeptMemory | None = None) -> bool:
+        """Give it memory again, or what an engine before it kept. Ranks do so each for itself, and need no other one.
+
+        Returns:
+            Whether what was kept holds what it held.
+
+        Raises:
+            OutOfMemory: the engine is parked as before.
+            MappingError: what was kept does not fit; as before, too.
         """
-        start.engine.unpark()
+        start.engine.unpark(*([kept] if kept is not None else []))
+        return kept is not None
 
     def resume(self, start: Start) -> None:
         """What is to do before the engine serves, after every rank has its memory; ranks do it together."""

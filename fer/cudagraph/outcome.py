@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fer.cudagraph.capture import Baseline, Captured
     from fer.cudagraph.plan import Plan
     from fer.cudagraph.session import Session
     from fer.stages import Start
@@ -101,3 +102,21 @@ def first_reasons(failed: Mapping[str, str]) -> str:
     for why in failed.values():
         reasons[why] = reasons.get(why, 0) + 1
     return "; ".join(f"{count} x {why}" if count > 1 else why for why, count in list(reasons.items())[:3])
+
+
+def seconds(captured: Captured, base: Baseline | None) -> dict[str, float]:
+    """What captures took, and what one takes with and without the garbage collector."""
+    found = {"warm_up_s": captured.warm_up_s, "capture_s": captured.capture_s + captured.instantiate_s}
+    if base is not None:
+        found |= {"one_default_gc_s": base.default_gc, "one_frozen_gc_s": base.frozen_gc}
+    return {name: round(value, 6) for name, value in found.items()}
+
+
+def figures(captured: Captured, base: Baseline | None) -> dict[str, Any]:
+    """What was captured, for the report."""
+    return {
+        "captured": len(captured.graphs),
+        **seconds(captured, base),
+        "gc": "frozen",
+        "troubles": first_troubles(captured.troubles),
+    }

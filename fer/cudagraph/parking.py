@@ -9,6 +9,7 @@ from typing import Final
 
 from fer.cudagraph.plan import Plan
 from fer.errors import OutOfMemory
+from fer.memory.kept import KeptMemory
 
 log = logging.getLogger("fer")
 
@@ -49,17 +50,37 @@ def park(plan: Plan) -> None:
     plan.ranges.kv.rest()
 
 
-def unpark(plan: Plan) -> None:
-    """Put memory, zeroed, where the cache lies, and see that all that graphs use is where it was.
+def unpark(plan: Plan, kept: KeptMemory | None = None) -> bool:
+    """Put memory where the cache lies, and see that all that graphs use is where it was.
+
+    Args:
+        kept: of an engine before; else the memory is new, and zeroed.
+
+    Returns:
+        Whether what was kept still holds what it held: not where graphs had to be captured over it.
 
     Raises:
         OutOfMemory: there is not enough, and has not come within :data:`FREED_S`; the engine is parked as before.
+        MappingError: what is kept does not fit; as before, too.
     """
-    patiently(lambda: plan.ranges.kv.back(chunk=CHUNK))
+    kv = plan.ranges.kv
+    if kept is None:
+        patiently(lambda: kv.back(chunk=CHUNK))
+    else:
+        if kv.backed:
+            kv.rest()
+        kv.back(kept=kept.parts)
     session = plan.graphs.session
-    if session is not None and (moved := session.verify_owners()):
-        log.warning("graphs: %s", "; ".join(moved[:3]))
-        session.capture_missing()
+    if session is None or not (moved := session.verify_owners()):
+        return kept is not None
+    log.warning("graphs: %s", "; ".join(moved[:3]))
+    session.capture_missing()
+    return False
+
+
+def keep(plan: Plan) -> KeptMemory:
+    """The cache's memory, for an engine after this one. Raises MappingError, DriverError."""
+    return KeptMemory(plan.device.uuid, "cuda", plan.ranges.kv.export())
 
 
 def patiently(take: Callable[[], None]) -> None:

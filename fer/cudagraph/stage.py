@@ -23,7 +23,7 @@ from fer import __version__
 from fer.cudagraph import parking, state
 from fer.cudagraph import plan as planning
 from fer.cudagraph.check import NO_MEMORY
-from fer.cudagraph.outcome import Outcome, first_reasons, first_troubles, left, say, usable
+from fer.cudagraph.outcome import Outcome, figures, first_reasons, left, say, seconds, usable
 from fer.cudagraph.plan import Plan
 from fer.cudagraph.restore import touched
 from fer.cudagraph.save import name_of
@@ -35,6 +35,7 @@ from fer.stages import Start, Wide
 if TYPE_CHECKING:
     from fer.cudagraph.capture import Baseline, Captured
     from fer.engines.graphs import DecodeGraphs
+    from fer.memory.kept import KeptMemory
 
 log = logging.getLogger("fer")
 
@@ -132,20 +133,31 @@ class CudaGraphStage(Wide):
         parking.park(self._plan)
         return True
 
-    def unpark(self, start: Start) -> None:
-        """Put memory, zeroed, where the cache lies; where it could keep no addresses, anywhere.
+    def keep(self, start: Start) -> KeptMemory | None:
+        """The cache's memory where it lies at its own addresses, else what the engine itself can keep."""
+        if self._plan is None or not self._placed:
+            return super().keep(start)
+        return parking.keep(self._plan)
+
+    def unpark(self, start: Start, kept: KeptMemory | None = None) -> bool:
+        """Put memory where the cache lies, zeroed or what an engine before kept; where it kept no addresses, anywhere.
+
+        Returns:
+            Whether what was kept holds what it held.
 
         Raises:
             OutOfMemory: the engine is parked as before.
+            MappingError: what was kept does not fit; as before, too.
         """
-        if self._plan is None or not self._placed:
-            if start.engine.device.startswith("cuda"):
-                parking.patiently(start.engine.unpark)
-            else:
-                start.engine.unpark()
-            self._allocate()
+        if self._plan is not None and self._placed:
+            return parking.unpark(self._plan, kept)
+        if start.engine.device.startswith("cuda"):
+            parking.patiently(start.engine.unpark)
+            intact = False
         else:
-            parking.unpark(self._plan)
+            intact = super().unpark(start, kept)
+        self._allocate()
+        return intact
 
     def resume(self, start: Start) -> None:
         """Capture graphs over a cache that has new addresses."""
@@ -305,7 +317,7 @@ class CudaGraphStage(Wide):
         assert self._graphs is not None
         captured = self._capture(start, self._graphs, self._graphs.batch_sizes, None, keep=False)
         base = self._baseline(start, self._graphs)
-        start.report.stage(self.name, path="loaded", why=why, saved=False, **_figures(captured, base))
+        start.report.stage(self.name, path="loaded", why=why, saved=False, **figures(captured, base))
 
     def _baseline(self, start: Start, graphs: DecodeGraphs) -> Baseline | None:
         """What a capture costs with and without the garbage collector; not where ranks would have to do it together."""
@@ -357,7 +369,7 @@ class CudaGraphStage(Wide):
             log.exception("saving graphs failed")
         finally:
             plan.close_recorder()
-        start.report.stage(self.name, path="loaded", why=why, **details, **_figures(captured, base))
+        start.report.stage(self.name, path="loaded", why=why, **details, **figures(captured, base))
 
     def _save(self, start: Start, plan: Plan, captured: Captured, base: Baseline | None) -> dict[str, Any]:
         from fer.cudagraph.save import save
@@ -367,7 +379,7 @@ class CudaGraphStage(Wide):
         facts = {
             "fingerprint": _plain(plan),
             "order": [name_of(size) for size in plan.graphs.batch_sizes],
-            "captured": {f"native_{name}": value for name, value in _seconds(captured, base).items()},
+            "captured": {f"native_{name}": value for name, value in seconds(captured, base).items()},
         }
         saved = save(
             plan.path,
@@ -479,22 +491,6 @@ def _plain(plan: Plan) -> Any:
     import json
 
     return json.loads(plan.fingerprint.to_json())
-
-
-def _seconds(captured: Captured, base: Baseline | None) -> dict[str, float]:
-    found = {"warm_up_s": captured.warm_up_s, "capture_s": captured.capture_s + captured.instantiate_s}
-    if base is not None:
-        found |= {"one_default_gc_s": base.default_gc, "one_frozen_gc_s": base.frozen_gc}
-    return {name: round(seconds, 6) for name, seconds in found.items()}
-
-
-def _figures(captured: Captured, base: Baseline | None) -> dict[str, Any]:
-    return {
-        "captured": len(captured.graphs),
-        **_seconds(captured, base),
-        "gc": "frozen",
-        "troubles": first_troubles(captured.troubles),
-    }
 
 
 __all__ = ["FIRST", "CudaGraphStage", "owners_of"]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fer.engines.graphs import DecodeGraphs
+    from fer.memory.kept import KeptMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +155,22 @@ class Engine(ABC):
         """
         return False
 
-    def unpark(self) -> None:
-        """Take the cache's memory again, zeroed.
+    def unpark(self, kept: KeptMemory | None = None) -> None:
+        """Take the cache's memory again, zeroed; or ``kept``, with what an engine of the same cache left in it.
+
+        Only an engine that keeps memory (:meth:`keep`) is given any, also one that is not parked.
 
         Raises:
             OutOfMemory: there is not enough; the engine is parked as before, and may be asked again.
+            MappingError: ``kept`` is not this cache's memory; as before, too.
         """
+
+    def keep(self) -> KeptMemory | None:
+        """The cache's memory as descriptors, with which it outlives this process; None where it does not.
+
+        The descriptors are the caller's. Memory at fixed addresses of a GPU is kept without the engine's help.
+        """
+        return None
 
     def estimated_bytes(self) -> int:
         """Device bytes that this rank's weights will need, 0 where unknown.

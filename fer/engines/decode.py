@@ -6,8 +6,10 @@ smallest size that has a graph.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fer.engines.cache import PARKED_LENGTH
 from fer.engines.graphs import DEEP, DecodeGraphs, Replayable
+from fer.engines.host_cache import HostCache
+from fer.errors import MappingError
+from fer.memory.kept import KeptMemory
 
 _ROUND = 2 << 20
 
@@ -23,23 +28,17 @@ class Slots(Cache):  # type: ignore[misc]
     """Transformers' cache over fixed tensors: prompts fill one row, steps append one token to each of the first rows.
 
     Args:
-        rows, length: rows and positions of each.
-        layers, heads, width: layers of the model, key/value heads of this rank, size of a head.
+        memory: keys and values of each layer, ``(2, rows, heads, length, width)``: heads are those of this rank, width
+            is the size of one.
 
     Attributes:
         token, position: what each row decodes next, and where.
     """
 
-    def __init__(
-        self, layers: int, rows: int, heads: int, length: int, width: int, dtype: torch.dtype, device: str
-    ) -> None:
-        made: list[Any] = []
-        for _ in range(layers):
-            memory = torch.zeros(2, rows, heads, length, width, dtype=dtype, device=device)
-            made.append(_Layer(self, memory))
-        super().__init__(layers=made)
-        self._memory = [layer.memory for layer in made]
-        self.rows, self.length = rows, length
+    def __init__(self, memory: Sequence[torch.Tensor]) -> None:
+        super().__init__(layers=[_Layer(self, each) for each in memory])
+        self._memory = list(memory)
+        _, self.rows, _, self.length, _ = memory[0].shape
         self.prompt_row: int | None = None
 
     def allocate(self, device: str) -> None:
@@ -110,6 +109,7 @@ class TransformersGraphs(DecodeGraphs):
     Args:
         config: the model's text configuration.
         world: tensor-parallel ranks the key/value heads are spread over.
+        shared: make the cache, on the host, in memory that can outlive the process.
 
     Attributes:
         slots: the cache, once it is allocated.
@@ -119,7 +119,15 @@ class TransformersGraphs(DecodeGraphs):
     parked = False
 
     def __init__(
-        self, config: Any, *, batch_sizes: Sequence[int], length: int, dtype: torch.dtype, device: str, world: int = 1
+        self,
+        config: Any,
+        *,
+        batch_sizes: Sequence[int],
+        length: int,
+        dtype: torch.dtype,
+        device: str,
+        world: int = 1,
+        shared: bool = False,
     ) -> None:
         self.batch_sizes = tuple(batch_sizes)
         self.rows, self.length, self.dtype, self.device = max(batch_sizes), length, dtype, device
@@ -129,6 +137,8 @@ class TransformersGraphs(DecodeGraphs):
         self.width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self.vocabulary = int(config.vocab_size)
         self.slots: Slots | None = None
+        self._shared = shared
+        self._host: HostCache | None = None
         self.module: Any = None
         self.cache_name = "past_key_values"
         self._lock = threading.Lock()
@@ -152,9 +162,32 @@ class TransformersGraphs(DecodeGraphs):
     def allocate_kv(self) -> None:
         """Make the cache; forgets graphs over an earlier one."""
         length = min(PARKED_LENGTH, self.length) if self.parked else self.length
-        with torch.inference_mode():
-            self.slots = Slots(self.layers, self.rows, self.heads, length, self.width, self.dtype, self.device)
+        shape = (2, self.rows, self.heads, length, self.width)
+        self._host = HostCache.create(self.layers, shape, self.dtype) if self._shared and not self.parked else None
+        if self._host is not None:
+            self.slots = Slots(self._host.tensors)
+        else:
+            with torch.inference_mode():
+                make = functools.partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
+                self.slots = Slots([make() for _ in range(self.layers)])
         self._graphs.clear()
+
+    def take(self, kept: KeptMemory) -> None:
+        """Go on over the memory of an earlier cache, with what is in it.
+
+        Raises:
+            MappingError: it is another cache's.
+        """
+        if not self._shared or kept.kind != "host" or len(kept.parts) != 1:
+            raise MappingError("memory for the cache does not fit", why=f"it is {len(kept.parts)} x {kept.kind}")
+        shape = (2, self.rows, self.heads, self.length, self.width)
+        self._host = HostCache(kept.parts[0][1], self.layers, shape, self.dtype)
+        self.slots = Slots(self._host.tensors)
+        self._graphs.clear()
+
+    def keep(self) -> KeptMemory | None:
+        """The cache's memory, if it can outlive the process."""
+        return self._host.keep() if self._host is not None else None
 
     def allocate(self) -> None:
         if self.slots is not None:
@@ -225,6 +258,48 @@ class TransformersGraphs(DecodeGraphs):
         slots.position[row] = len(ids)
         return token
 
+    def resume(self, row: int, token: int, position: int) -> None:
+        """Let a row whose first ``position`` positions are there decode this token next."""
+        slots = self._slots()
+        with torch.inference_mode():
+            slots.token[row], slots.position[row] = token, position
+
+    def move(self, source: int, target: int) -> None:
+        """Let row ``target`` be what ``source`` was."""
+        slots = self._slots()
+        with torch.inference_mode():
+            for tensor in (slots.token, slots.position):
+                tensor[target].copy_(tensor[source])
+            for memory in slots.memory:
+                memory[:, target].copy_(memory[:, source])
+        self._settled()
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange what two rows hold in the cache."""
+        with torch.inference_mode():
+            for memory in self._slots().memory:
+                held = memory[:, one].clone()
+                memory[:, one].copy_(memory[:, other])
+                memory[:, other].copy_(held)
+        self._settled()
+
+    def _settled(self) -> None:
+        """Wait for the device: what is said of the cache afterwards holds whatever becomes of this process."""
+        if self.device.startswith("cuda"):
+            torch.cuda.current_stream().synchronize()
+
+    @contextmanager
+    def untouched(self, row: int, positions: int) -> Iterator[None]:
+        """Afterwards the row's first positions hold what they held."""
+        with torch.inference_mode():
+            memory = self._slots().memory
+            held = [each[:, row, :, :positions].clone() for each in memory]
+            try:
+                yield
+            finally:
+                for each, before in zip(memory, held, strict=True):
+                    each[:, row, :, :positions].copy_(before)
+
     def step_size(self, active: int) -> int:
         """Rows that a step of the first ``active`` ones computes: those of the smallest graph that takes them.
 
@@ -248,7 +323,8 @@ class TransformersGraphs(DecodeGraphs):
         width = self.step_size(active) if width is None else width
         with self._lock:
             chosen = self._graphs.get(width)
-        slots.position[active:width].zero_()  # padding rows write where nobody reads
+        # Padding rows write to the last position: what an answer left in such a row may be wanted again.
+        slots.position[active:width].fill_(slots.length - 1)
         if chosen is None:
             outputs = self.step(width)
         else:

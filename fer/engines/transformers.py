@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +23,14 @@ from torch import nn
 from fer.engines import cache, compiled, estimate, fp8, pretrained, process, ranks
 from fer.engines.base import Engine, EngineIdentity, Ranks
 from fer.engines.quiet import quiet
-from fer.errors import CheckpointError, FerBug, OptionError, UsageError
+from fer.errors import CheckpointError, FerBug, MappingError, OptionError, UsageError
 from fer.weights import quantization as guard
 from fer.weights.shards import resolve
 
 _CONFIGURATIONS = ("config", "generation_config")
 if TYPE_CHECKING:
     from fer.engines.decode import TransformersGraphs
+    from fer.memory.kept import KeptMemory
 
 _PACKAGES = ("transformers", "torch", "accelerate", "tokenizers", "safetensors", "kernels")
 """Distributions that take part in loading, where installed."""
@@ -56,6 +58,7 @@ class TransformersEngine(Engine):
             without graphs. Of models whose layers all attend to everything.
         compile: run the model through ``torch.compile`` with this backend, such as ``"inductor"``; empty runs it as it
             is. Not together with ``batch_sizes``.
+        keep_cache: on the host, make the cache of ``batch_sizes`` in memory that can outlive the process.
 
     Attributes:
         folder: absolute, with links followed when the engine was made.
@@ -85,6 +88,7 @@ class TransformersEngine(Engine):
         trust_remote_code: bool = False,
         batch_sizes: Sequence[int] = (),
         compile: str = "",
+        keep_cache: bool = False,
     ) -> None:
         if matmul not in ("auto", *fp8.MATMULS):
             raise OptionError(f"matmul={matmul!r} is not known", fix=f"Use auto, {', '.join(fp8.MATMULS)}")
@@ -112,7 +116,7 @@ class TransformersEngine(Engine):
         self._identity: EngineIdentity | None = None
         if any(size < 1 for size in batch_sizes) or len(set(batch_sizes)) != len(batch_sizes):
             raise OptionError(f"batch_sizes={batch_sizes!r} cannot be", fix="Give different numbers from 1 on")
-        self._batch_sizes = tuple(batch_sizes)
+        self._batch_sizes, self._keep_cache = tuple(batch_sizes), keep_cache
         if compile and batch_sizes:
             raise OptionError(
                 "batch_sizes and compile exclude each other",
@@ -204,6 +208,7 @@ class TransformersEngine(Engine):
                 dtype=getattr(torch, self.identity().dtype),
                 device=self.device,
                 world=self.identity().ranks.tp_size,
+                shared=self._keep_cache and self.device == "cpu",
             )
             self._join()
         return self._decode
@@ -224,8 +229,19 @@ class TransformersEngine(Engine):
         self._set_parked(True)
         return True
 
-    def unpark(self) -> None:
-        self._set_parked(False)
+    def unpark(self, kept: KeptMemory | None = None) -> None:
+        if kept is None:
+            self._set_parked(False)
+            return
+        decode = self.graphs()
+        if decode is None:
+            raise MappingError("there is no cache of rows that memory could be kept for")
+        decode.take(kept)
+        self._parked = decode.parked = False
+
+    def keep(self) -> KeptMemory | None:
+        decode = self.graphs()
+        return decode.keep() if decode is not None else None
 
     def _set_parked(self, parked: bool) -> None:
         decode = self.graphs()
@@ -264,8 +280,11 @@ class TransformersEngine(Engine):
 
     def self_test(self) -> None:
         # With graphs the first token is a prompt's, and a graph makes the second.
-        tokens = 1 if self.graphs() is None else 2
-        made = list(self.stream([self.any_token()], max_new_tokens=tokens, stop=False))
+        decode = self.graphs()
+        tokens = 1 if decode is None else 2
+        # The cache may hold answers of an engine before this one.
+        with decode.untouched(0, tokens) if decode is not None else contextlib.nullcontext():
+            made = list(self.stream([self.any_token()], max_new_tokens=tokens, stop=False))
         vocabulary = self.module.config.get_text_config().vocab_size
         if len(made) != tokens or not all(0 <= token < vocabulary for token in made):
             raise FerBug("the engine's self-test made no token of its vocabulary", why=repr(made))

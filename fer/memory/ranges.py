@@ -8,6 +8,7 @@ restores graphs maps what was recorded and replays no allocation.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, Final
 from fer.errors import DriverError, MappingError, OutOfMemory
 from fer.memory import arena, driver, gpus
 from fer.memory.device import CudaDevice
+from fer.memory.fd import Fd
 from fer.memory.stub import BumpAllocator
 from fer.memory.vmm import Vmm, require_sharing
 
@@ -59,6 +61,11 @@ class NamedRange:
     def used(self) -> int:
         """Bytes handed out so far, in whole granules."""
         return self.allocator.cursor - self.address
+
+    @property
+    def backed(self) -> bool:
+        """Whether it has memory, and no slab that stands for it."""
+        return bool(self._chunks)
 
     @property
     def pool(self) -> Any:
@@ -174,14 +181,18 @@ class NamedRange:
         self.mapped = size
         self.allocator.limit = self.address + size
 
-    def back(self, *, chunk: int = CHUNK) -> None:
-        """Real memory, zeroed, as far as anything was handed out; after :meth:`rest`, or in place of an aliased slab.
+    def back(self, *, chunk: int = CHUNK, kept: Sequence[tuple[int, Fd]] = ()) -> None:
+        """Real memory, as far as anything was handed out; after :meth:`rest`, or in place of an aliased slab.
 
         Addresses stay as they are, and so does whatever points to them.
 
+        Args:
+            kept: bytes and descriptor of each part of what another process exported; it is mapped as it is. Without
+                it the memory is new, and zeroed.
+
         Raises:
             OutOfMemory: the device has not that much; nothing was changed.
-            MappingError: the range has its memory.
+            MappingError: the range has its memory, or what is kept is not as much as was handed out.
             DriverError: in the middle of the change; the range is of no use any more.
         """
         if self._chunks:
@@ -189,6 +200,8 @@ class NamedRange:
         made: list[_Chunk] = []
         with self.device.current():
             try:
+                if kept:
+                    self._import(kept, made)
                 while (done := sum(each.size for each in made)) < self.used:
                     size = min(chunk, self.used - done)
                     made.append(_Chunk(self.address + done, size, self._create(size, self.used, had=done)))
@@ -204,10 +217,45 @@ class NamedRange:
                 self.mapped += each.size
             if made:
                 self._allow(self.address, self.mapped)
-            for each in made:
+            for each in made if not kept else ():
                 driver.call("cuMemsetD8", each.address, 0, each.size)
             self.device.synchronize()
         self.allocator.limit = self.address + self.mapped
+
+    def _import(self, kept: Sequence[tuple[int, Fd]], into: list[_Chunk]) -> None:
+        sizes = [size for size, _ in kept]
+        granule = arena_granule(self.vmm, self.device)
+        if any(size % granule for size in sizes) or not sum(sizes[:-1]) < self.used <= sum(sizes):
+            raise MappingError(
+                f"memory kept for the range {self.name} does not fit",
+                why=f"parts of {sizes} bytes were kept, {self.used} bytes are in use",
+            )
+        at = self.address
+        for size, fd in kept:
+            handle = driver.call("cuMemImportFromShareableHandle", fd.fileno(), self.vmm.descriptor)
+            into.append(_Chunk(at, size, handle))
+            at += size
+
+    def export(self) -> list[tuple[int, Fd]]:
+        """Bytes and a descriptor of each part of the memory, for :meth:`back` in another process; the caller's own.
+
+        Raises:
+            MappingError: the memory is not without gaps, or a slab stands for it.
+            DriverError: the driver exports none.
+        """
+        if self._aliases or [c.address for c in self._chunks] != _addresses(self.address, self._chunks):
+            raise MappingError(f"the range {self.name} cannot be exported", why="it is not one piece of memory")
+        made: list[tuple[int, Fd]] = []
+        try:
+            for each in self._chunks:
+                number = driver.call("cuMemExportToShareableHandle", each.handle, self.vmm.descriptor, 0)
+                made.append((each.size, Fd(int(number))))
+                os.set_inheritable(made[-1][1].fileno(), False)
+        except BaseException:
+            for _, fd in made:
+                fd.close()
+            raise
+        return made
 
     def rest(self) -> None:
         """Give the memory back, a slab that stood for it too; the opposite of :meth:`back`.
@@ -279,6 +327,11 @@ class NamedRange:
 
     def _allow(self, where: int, length: int) -> None:
         driver.call("cuMemSetAccess", where, length, [self.vmm.access(self.device.ordinal, self.vmm.read_write)], 1)
+
+
+def _addresses(start: int, chunks: Sequence[_Chunk]) -> list[int]:
+    """Where chunks lie that follow each other."""
+    return [start + sum(each.size for each in chunks[:number]) for number in range(len(chunks))]
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """A worker that takes orders: it stands by until it is promoted, serves, and may be parked again.
 
 Promotion has an order of its own: the service is claimed, which nobody gets while a process of the engine before lives;
-the cache gets its memory; one token proves that the engine decodes; only then the front is told.
+the cache gets its memory, that of the engine before where it fits; one token proves that the engine decodes; only then
+the front is told.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from fer.errors import KeeperError, OutOfMemory, ServiceHeld
 from fer.standby import wire
 from fer.standby.answers import Answers, listen
+from fer.standby.estate import CacheEstate
+from fer.standby.scheduler import SlotRows
 from fer.standby.worker import Supervised, end_with, guarded, plain
 from fer.weights.services import Tenure, hold, this_process
 from fer.weights.wire import Process
 
 if TYPE_CHECKING:
+    from fer.memory.kept import KeptMemory
     from fer.report import Report
     from fer.standby.model import Model
     from fer.weights.client import KeeperClient
@@ -33,22 +37,34 @@ class Parking(Protocol):
 
     Attributes:
         parked: it has no memory for answers.
+        intact: memory that it was given to go on with holds what it held.
     """
 
     parked: bool
+    intact: bool
 
     @property
     def report(self) -> Report:
         """Of the start."""
 
+    @property
+    def cache(self) -> dict[str, Any] | None:
+        """What has to be the same in an engine that goes on with this one's cache; None where none can."""
+
+    def keep(self) -> KeptMemory | None:
+        """The cache's memory as descriptors, the caller's."""
+
     def park(self) -> bool:
         """Give the memory back; whether it could."""
 
-    def unpark(self) -> dict[str, float]:
-        """Take it, and make one token; seconds of ``backing`` and ``self_test``. Raises OutOfMemory: still parked."""
+    def unpark(self, kept: KeptMemory | None = None) -> dict[str, float]:
+        """Take it, or go on with what is kept, and make one token; seconds of ``backing`` and ``self_test``.
+
+        Raises OutOfMemory: still parked.
+        """
 
 
-Load = Callable[[bool], "tuple[Model, Parking]"]
+Load = Callable[[wire.Stand], "tuple[Model, Parking]"]
 """Makes the engine, parked or ready to serve."""
 
 
@@ -76,6 +92,7 @@ class Worker:
         self._orders: queue.SimpleQueue[wire.Order] = queue.SimpleQueue()
         self._answers: Answers | None = None
         self._tenure: Tenure | None = None
+        self._estate: CacheEstate | None = None
         self._supervised = Supervised(self._hear)
 
     def _hear(self, order: wire.Order) -> None:
@@ -91,7 +108,9 @@ class Worker:
         assert isinstance(stand, wire.Stand), "the supervisor says first how to start"
 
         with guarded(self._supervised):
-            model, engine = load(stand.parked)
+            model, engine = load(stand)
+            if stand.service and isinstance(model.rows, SlotRows):
+                self._estate = CacheEstate(engine, model.rows, stand.guardian)
             self._answers = answers = Answers(model, open=False)
             sock = listen(path)
         threading.Thread(target=end_with, args=(lambda: answers.run(sock),), name="answers", daemon=True).start()
@@ -105,7 +124,7 @@ class Worker:
             order = self._orders.get()
             if isinstance(order, wire.Promote):
                 try:
-                    said: wire.Control = self._promote(service, engine, order.wait_s)
+                    said: wire.Control = self._promote(service, engine, order)
                 except (OutOfMemory, KeeperError) as error:  # all else ends the process: who knows what it left
                     sys.stderr.write(f"fer: cannot serve now: {error}\n")
                     said = wire.Unpromoted(plain(error))
@@ -117,26 +136,36 @@ class Worker:
             elif isinstance(order, wire.Park):
                 answers.shut()
                 answers.scheduler.reset()
+                if self._estate is not None:
+                    self._estate.forget()
                 freed = engine.park()
                 if self._tenure is not None:
-                    self._tenure.release()  # after the memory is free: the next one needs it
+                    self._tenure.release(pass_on=True)  # after the memory is free: the next one needs it
                     self._tenure = None
                 self._supervised.say(wire.Parked(time.monotonic_ns(), freed))
 
-    def _promote(self, service: str, engine: Parking, wait_s: float) -> wire.Promoted:
+    def _promote(self, service: str, engine: Parking, order: wire.Promote) -> wire.Promoted:
         """Raises ServiceHeld, OutOfMemory: it stands by as before."""
         begin = time.perf_counter()
         tenure = None
         if service:
             processes = self._cohort()
-            tenure = hold(service, connect=self._connect, wait_s=wait_s, processes=processes, lost=_lost)
+            tenure = hold(service, connect=self._connect, wait_s=order.wait_s, processes=processes, lost=_lost)
         claimed = time.perf_counter()
+        kept = None
         try:
-            parts = engine.unpark()
+            if self._estate is not None and tenure is not None:
+                kept = self._estate.take(tenure, trust=order.trust)
+            parts = engine.unpark(kept)
+            if self._estate is not None and tenure is not None:
+                self._estate.settle(tenure, kept)
         except OutOfMemory:
             if tenure is not None:
-                tenure.release()
+                tenure.release(pass_on=True)
             raise
+        finally:
+            if kept is not None:
+                kept.close()
         self._tenure = tenure
         return wire.Promoted(
             at=time.monotonic_ns(),
@@ -145,6 +174,8 @@ class Worker:
             backing_s=parts["backing"],
             self_test_s=parts["self_test"],
             by=tenure.by if tenure is not None else "",
+            kept_rows=len(self._estate.kept) if self._estate is not None else 0,
+            keeps=self._estate is not None and self._estate.left,
         )
 
 

@@ -29,7 +29,7 @@ def run(load: Load, path: Path, rank: int, world: int) -> NoReturn:
     with guarded(supervised):
         link = join(meeting_place(path), rank, world)
         watch([link], ["rank 0"])
-        model, engine = load(stand.parked)
+        model, engine = load(stand)
     rows: RankRows = model.rows  # type: ignore[assignment]  # what Load promises
     report = engine.report.to_json()
     supervised.say(wire.Ready(time.monotonic_ns(), model.context, rows.count, report))

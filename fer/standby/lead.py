@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from fer.errors import OutOfMemory, from_dict
-from fer.standby import duty, rank_wire
+from fer.standby import duty, rank_wire, wire
 from fer.standby.cohort import ANSWER_S, WORK_S, Cohort, bounded, meeting_place
 from fer.standby.scheduler import RankRows
 
 if TYPE_CHECKING:
+    from fer.memory.kept import KeptMemory
     from fer.report import Report
     from fer.standby.model import Model
     from fer.weights.client import KeeperClient
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 class Halves(duty.Parking, Protocol):
     """An engine of one rank; its promotion has two halves, as :class:`fer.orchestrator.Recovered` has them."""
 
-    def back(self) -> None:
+    def back(self, kept: KeptMemory | None = None) -> None:
         """Take memory, without any other rank. Raises OutOfMemory: it is parked as before."""
 
     def prove(self) -> None:
         """Make one token, all ranks together."""
 
 
-Load = Callable[[bool], "tuple[Model, Halves]"]
+Load = Callable[[wire.Stand], "tuple[Model, Halves]"]
 """Makes one rank of the engine, parked or ready to serve; its rows are :class:`~fer.standby.scheduler.RankRows`."""
 
 
@@ -40,9 +41,9 @@ def run(load: Load, path: Path, connect: Callable[[], KeeperClient], world: int)
     """
     cohort = Cohort(meeting_place(path), world)
 
-    def led(parked: bool) -> tuple[Model, duty.Parking]:
+    def led(stand: wire.Stand) -> tuple[Model, duty.Parking]:
         cohort.gather()
-        model, engine = load(parked)
+        model, engine = load(stand)
         rows: RankRows = model.rows  # type: ignore[assignment]  # what Load promises
         model.rows = LedRows(rows, cohort)
         return model, LedEngine(engine, cohort)
@@ -73,17 +74,28 @@ class LedRows:
         self._rows.move(source, target)
         self._last[target] = self._last[source]
 
+    def resume(self, row: int, ids: Sequence[int]) -> bool:
+        """Each rank's cache ends with its process."""
+        return False
+
 
 class LedEngine:
     """An engine that stands by or serves with all its ranks, or with none."""
 
     def __init__(self, engine: Halves, cohort: Cohort) -> None:
         self._engine, self._cohort = engine, cohort
-        self.parked = engine.parked
+        self.parked, self.intact = engine.parked, False
 
     @property
     def report(self) -> Report:
         return self._engine.report
+
+    @property
+    def cache(self) -> None:
+        """No engine after this one goes on with the caches of all ranks."""
+
+    def keep(self) -> None:
+        """They end with their processes."""
 
     def park(self) -> bool:
         self._call_the_roll()
@@ -93,7 +105,7 @@ class LedEngine:
         self.parked = all(freed)
         return self.parked
 
-    def unpark(self) -> dict[str, float]:
+    def unpark(self, kept: KeptMemory | None = None) -> dict[str, float]:
         """Take memory on every rank, and make one token together; seconds of ``backing`` and ``self_test``.
 
         Raises:

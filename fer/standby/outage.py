@@ -48,5 +48,6 @@ class Outage:
             "path": self.path,
             **{name: round((at - self.died) / 1e9, 4) for name, at in found.items() if at},
             "promotion": {name: round(seconds, 6) for name, seconds in self.parts().items()},
+            "kept_rows": self.promotion.kept_rows if self.promotion is not None else 0,
             "failed": self.failed,
         }

@@ -151,7 +151,7 @@ class Preemptible:
             # Parked, since an online engine answers: it warms up with one thread, and asks for memory afterwards.
             self._lacking = False
             worked = await self._lives.run(
-                member, self._commands(), wire.Stand(parked=True), ready=self._ready, leave=self._leave
+                member, self._commands(), wire.Stand(parked=True, beside=True), ready=self._ready, leave=self._leave
             )
             if member.stop.is_set():
                 break

@@ -127,7 +127,7 @@ class Process:
         self._stand = stand
         self._writer: asyncio.StreamWriter | None = None
         self._answer: asyncio.Future[Answer] | None = None
-        self._status: int | None = None
+        self._status: asyncio.Future[int | None] | None = None
         self.ready: asyncio.Future[wire.Ready] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self._child, self._control, self._tail, self._loop = child, control, tail, loop
@@ -178,10 +178,10 @@ class Process:
     async def status(self) -> int:
         """Its exit status, negative for a signal, after it has ended."""
         if self._status is None:
-            # In a thread: of one that a launcher forked, the launcher is asked.
-            found = await asyncio.to_thread(self._child.poll)
-            self._status = UNKNOWN if found is None else found
-        return self._status
+            # In a thread: of one that a launcher forked, the launcher is asked. Once, whoever wants to know.
+            self._status = asyncio.ensure_future(asyncio.to_thread(self._child.poll))
+        found = await asyncio.shield(self._status)
+        return UNKNOWN if found is None else found
 
     async def why(self) -> str:
         """How it ended, in one line, after it has."""

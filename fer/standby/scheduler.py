@@ -6,6 +6,7 @@ every step gives each running answer one token.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from fer.standby.wire import Differed, Ended, Event, Failed, Piece
 if TYPE_CHECKING:
     from fer.engines.decode import TransformersGraphs
     from fer.engines.transformers import TransformersEngine
+    from fer.standby.ledger import Ledger
 
 
 class Rows(Protocol):
@@ -37,6 +39,13 @@ class Rows(Protocol):
 
     def move(self, source: int, target: int) -> None:
         """Let row ``target`` be what ``source`` was."""
+
+    def resume(self, row: int, ids: Sequence[int]) -> bool:
+        """Let a row go on after these tokens, if the cache holds all of them but the last: the next step takes that in.
+
+        Returns:
+            False where it does not hold them; the row is as before.
+        """
 
 
 class RankRows(Rows, Protocol):
@@ -71,32 +80,61 @@ class OneRow:
     def move(self, source: int, target: int) -> None:
         """There is only one."""
 
+    def resume(self, row: int, ids: Sequence[int]) -> bool:
+        """Its cache ends with the process."""
+        return False
+
 
 class SlotRows:
-    """The slots of an engine that decodes a list of batch sizes."""
+    """The slots of an engine that decodes a list of batch sizes.
+
+    Attributes:
+        ledger: what the rows hold is written down here, if it is to outlive the process.
+        kept: rows that hold what an engine before this one left, until they are used.
+    """
 
     def __init__(self, decode: TransformersGraphs) -> None:
         self.count, self._decode = decode.rows, decode
+        self.length = decode.length
+        self.ledger: Ledger | None = None
+        self.kept: set[int] = set()
 
     def begin(self, row: int, ids: Sequence[int], limit: int) -> int:
-        return self._decode.prompt(row, ids)
+        self.kept.discard(row)
+        if self.ledger is None:
+            return self._decode.prompt(row, ids)
+        self.ledger.empty(row)
+        token = self._decode.prompt(row, ids)
+        self.ledger.fill(row, ids, token)
+        return token
 
     def width(self, active: int) -> int:
         return self._decode.step_size(active)
 
     def advance(self, active: int, width: int | None = None) -> list[int]:
-        return self._decode.advance(active, width)
+        made = self._decode.advance(active, width)
+        if self.ledger is not None:
+            self.ledger.step(made)
+        return made
 
     def move(self, source: int, target: int) -> None:
-        import torch
+        with self.ledger.moving(source, target) if self.ledger is not None else contextlib.nullcontext():
+            self._decode.move(source, target)
+        self.kept.discard(target)
 
-        slots = self._decode.slots
-        assert slots is not None, "rows are moved after they were used"
-        with torch.inference_mode():
-            for tensor in (slots.token, slots.position):
-                tensor[target].copy_(tensor[source])
-            for memory in slots.memory:
-                memory[:, target].copy_(memory[:, source])
+    def resume(self, row: int, ids: Sequence[int]) -> bool:
+        # Rows before this one are at work; those behind it hold what they held, but for the last position.
+        found = self.ledger.find(ids, sorted(self.kept)) if self.ledger is not None else None
+        if found is None or self.ledger is None:
+            return False
+        if found != row:
+            with self.ledger.swapping(row, found):
+                self._decode.swap(row, found)
+            self.kept = {found if each == row else each for each in self.kept if each != found}
+        self.kept.discard(row)
+        self._decode.resume(row, ids[-1], len(ids) - 1)
+        self.ledger.fill(row, ids[:-1], ids[-1])
+        return True
 
 
 def rows_of(engine: TransformersEngine) -> RankRows:
@@ -127,8 +165,16 @@ class Job:
         self.limit, self.text = limit, text
         self.made = 0 if replay else len(known)
         self.cancelled = False
-        self._known = [*known]
+        self._ids, self._known = ids, [*known]
         self._again = len(known) if replay else 0  # of the known ones, how many are still to be made again
+
+    def held(self) -> list[int]:
+        """All tokens of an answer that an earlier worker began, which its cache may hold; none for a new one."""
+        return [*self._ids, *self._known] if self._known else []
+
+    def resumed(self) -> None:
+        """The cache holds all of it: nothing is read or made again."""
+        self.made, self._again = len(self._known), 0
 
     def take(self, token: int, ends: frozenset[int]) -> tuple[list[Event], bool]:
         """What one more token means: events for the client, and whether it was the last."""
@@ -215,6 +261,10 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         row = len(self._running)
         self._running.append(job)
+        held = job.held()
+        if held and self._rows.resume(row, held):
+            job.resumed()
+            return
         try:
             token = self._rows.begin(row, job.prompt, job.limit - job.made)
         except OptionError as error:

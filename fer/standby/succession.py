@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable
 
@@ -48,6 +49,7 @@ class Succession:
         fallback: the version before, until the first engine of an update has proven itself.
         outage: the current or the last one.
         began: whether an engine was ever active; ``ended``: nobody is promoted any more.
+        keeps: the active engine's cache outlives it, so that the next one needs no memory before it serves.
         changing: held while the active member is changed as planned.
     """
 
@@ -68,7 +70,8 @@ class Succession:
         self._tell, self._outages, self._relief = tell, outages, relief
         self.members: list[Member] = []
         self.outage: Outage | None = None
-        self.began = self.ended = False
+        self.began = self.ended = self.keeps = False
+        self._dead: tuple[Process, str] | None = None  # the last that died while it served or took over, and its blame
         self.changing = asyncio.Lock()
         self._promoting: asyncio.Task[None] | None = None
         self._background: set[asyncio.Future[None]] = set()
@@ -93,6 +96,8 @@ class Succession:
         """A member's engine is gone or goes: nobody is sent there any more."""
         target, member.target = member.target, None
         was = member.role
+        if died is not None and was in ("active", "draining", "promoting"):
+            self._dead = died, member.blame
         if target is None or (self._router.active is not target and was != "draining"):
             return
         member.become("ending")
@@ -177,12 +182,13 @@ class Succession:
             return
         member.become("promoting")
         self._tell()
-        answer = await first.ask(wire.Promote(self._limits.promote_s))
+        order = wire.Promote(self._limits.promote_s, trust=await self._trusts())
+        answer = await first.ask(order)
         error = from_dict(answer.error) if isinstance(answer, wire.Unpromoted) else None
         if isinstance(error, OutOfMemory) and await self._relief(
             f"{member.name} lacks memory to serve: {error}", member
         ):
-            answer = await first.ask(wire.Promote(self._limits.promote_s))  # of one that died meanwhile: None
+            answer = await first.ask(order)  # of one that died meanwhile: None
             error = from_dict(answer.error) if isinstance(answer, wire.Unpromoted) else None
         if member.role != "promoting":  # it has died, which others look after
             return
@@ -190,6 +196,13 @@ class Succession:
             self._activate(member, answer)
         elif error is not None:
             self._reject(member, error)
+
+    async def _trusts(self) -> bool:
+        """Whether what the engine before left may be gone on with: it was ended from outside, or rests as ordered."""
+        if self._dead is None:
+            return True
+        process, blame = self._dead
+        return not blame and await process.status() in (-signal.SIGKILL, -signal.SIGTERM)
 
     def _reject(self, member: Member, error: FerError) -> None:
         member.broken, member.unfit = error, str(error)
@@ -208,7 +221,8 @@ class Succession:
         assert member.target is not None
         member.parked = False
         member.become("active")
-        self.began = True
+        self.began, self._dead = True, None
+        self.keeps = promoted is not None and promoted.keeps
         if self.outage is not None and not self.outage.active:
             self.outage.promotion = promoted
             self._end_outage(self.outage, member)

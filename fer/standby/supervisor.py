@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,6 +31,8 @@ from fer.standby.router import Router, Target
 from fer.standby.succession import Succession
 from fer.standby.update import Update
 from fer.standby.version import Commands, Version
+from fer.weights.keeper.pidfds import started
+from fer.weights.wire_parts import Process
 
 __all__ = ["STATES", "Commands", "State", "Supervisor", "SupervisorLimits"]
 
@@ -76,6 +79,7 @@ class Supervisor:
         editions: Editions | None = None,
     ) -> None:
         self._router, self._limits, self._say, self._service = router, limits, tell, service
+        self._guardian = Process(os.getpid(), started(os.getpid()))
         self.switches = 0
         self._phase: State = "starting"  # of the service's life: starting, draining, stopped
         self._fatal: FerError | None = None
@@ -276,7 +280,7 @@ class Supervisor:
             worked = await self.lives.run(
                 member,
                 member.version.online,
-                wire.Stand(parked=self._stands_by(member), service=self._service),
+                self._stand(member),
                 ready=lambda: self.succession.ready(member),
                 leave=lambda died: self.succession.leave(member, died),
             )
@@ -312,6 +316,12 @@ class Supervisor:
             self._fatal = member.broken
             self.stop()
         return wrong
+
+    def _stand(self, member: Member) -> wire.Stand:
+        beside = self._stands_by(member)
+        return wire.Stand(
+            parked=beside or self.succession.keeps, service=self._service, beside=beside, guardian=self._guardian
+        )
 
     def _stands_by(self, member: Member) -> bool:
         return any(_serves(other) for other in self.members if other is not member)

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fer.errors import ProtocolError
+from fer.weights.wire_parts import Process
 
 LINE_LIMIT = 64 << 20
 """Bytes of one line. A request is bounded by the front long before that."""
@@ -132,6 +133,8 @@ class Promoted(_Line, frozen=True, tag="promoted", kw_only=True):
         claim_s: until the service was its own, ``fence_s`` of it until the processes before had ended.
         backing_s: memory for the cache; ``self_test_s``: one token.
         by: who granted the service: ``keeper``, ``lock``, or ``""`` where it has no name to be claimed by.
+        kept_rows: rows of the cache that hold what the engine before left.
+        keeps: the cache outlives this process.
     """
 
     at: int
@@ -140,6 +143,8 @@ class Promoted(_Line, frozen=True, tag="promoted", kw_only=True):
     backing_s: float = 0.0
     self_test_s: float = 0.0
     by: str = ""
+    kept_rows: int = 0
+    keeps: bool = False
 
 
 class Unpromoted(_Line, frozen=True, tag="unpromoted"):
@@ -159,16 +164,28 @@ Control = Begun | Ready | Broken | Promoted | Unpromoted | Parked
 
 
 class Stand(_Line, frozen=True, tag="stand", kw_only=True):
-    """How to start: ``parked``, without memory for answers, or ready to serve; and which service to claim for that."""
+    """How to start: ``parked``, without memory for answers, or ready to serve; and which service to claim for that.
+
+    Attributes:
+        beside: another engine answers meanwhile, and needs the processors more.
+        guardian: the process that starts the engines of this service.
+    """
 
     parked: bool
     service: str = ""
+    beside: bool = False
+    guardian: Process | None = None
 
 
 class Promote(_Line, frozen=True, tag="promote"):
-    """Answer from now on, if the service can be had within ``wait_s`` seconds."""
+    """Answer from now on, if the service can be had within ``wait_s`` seconds.
+
+    Attributes:
+        trust: what the engine before wrote into its cache may be gone on with, as it did not end by an error.
+    """
 
     wait_s: float
+    trust: bool = False
 
 
 class Park(_Line, frozen=True, tag="park"):

@@ -138,7 +138,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def load(arguments: argparse.Namespace, *, parked: bool) -> tuple[Model, Recovered]:
+def load(arguments: argparse.Namespace, stand: wire.Stand) -> tuple[Model, Recovered]:
     """The engine that the arguments name, recovered. Raises what :func:`fer.recover` raises."""
     import gc
 
@@ -165,11 +165,12 @@ def load(arguments: argparse.Namespace, *, parked: bool) -> tuple[Model, Recover
         dtype=arguments.dtype,
         max_length=arguments.max_length,
         batch_sizes=[int(size) for size in arguments.batch_sizes.split(",") if size],
+        keep_cache=world == 1 and bool(stand.service),
     )
     engine.import_code()
     gc.freeze()  # modules live as long as the process: the collector need not visit them again
-    with _few_threads() if parked else contextlib.nullcontext():
-        recovered = recover_for_duty(engine, parked=parked)
+    with _few_threads() if stand.beside else contextlib.nullcontext():
+        recovered = recover_for_duty(engine, parked=stand.parked)
     return TransformersModel(engine), recovered
 
 
@@ -224,8 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     _log()
     from fer.standby import duty, follow, lead
 
-    def made(parked: bool) -> tuple[Model, Recovered]:
-        return load(chosen, parked=parked)
+    def made(stand: wire.Stand) -> tuple[Model, Recovered]:
+        return load(chosen, stand)
 
     if chosen.world == 1:
         duty.run(made, chosen.socket, connect)

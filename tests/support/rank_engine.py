@@ -26,7 +26,7 @@ from typing import Any
 
 from fer.errors import OutOfMemory
 from fer.report import Report
-from fer.standby import cohort, follow, lead, worker
+from fer.standby import cohort, follow, lead, wire, worker
 from fer.standby.model import Model
 from tests.support.serve_engine import ArithmeticModel, ArithmeticRows
 
@@ -101,7 +101,7 @@ class Engine:
         self._say("parked")
         return True
 
-    def back(self) -> None:
+    def back(self, kept: None = None) -> None:
         kind = fault(self._rank, "memory", "die")
         if kind == "memory":
             raise OutOfMemory("the cache does not fit", why="3 bytes are free", needed=8, free=3)
@@ -116,7 +116,12 @@ class Engine:
     def prove(self) -> None:
         assert self._together.sum(1) == 2
 
-    def unpark(self) -> dict[str, float]:
+    cache, intact = None, False
+
+    def keep(self) -> None:
+        """There is nothing to keep."""
+
+    def unpark(self, kept: None = None) -> dict[str, float]:
         raise AssertionError("ranks are not unparked one by one")
 
     def _say(self, what: str) -> None:
@@ -148,8 +153,8 @@ def main() -> None:
     if "torch" in sys.modules:
         raise SystemExit("the worker's own part must not need torch")
 
-    def made(parked: bool) -> tuple[Model, Engine]:
-        return load(chosen.rows, parked, chosen.socket, chosen.rank)
+    def made(stand: wire.Stand) -> tuple[Model, Engine]:
+        return load(chosen.rows, stand.parked, chosen.socket, chosen.rank)
 
     if chosen.rank == 0:
         lead.run(made, chosen.socket, worker.connect, chosen.world)

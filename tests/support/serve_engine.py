@@ -64,6 +64,9 @@ class ArithmeticRows:
         time.sleep(STEP_S)
         return [self._next(row) for row in range(active)]
 
+    def resume(self, row: int, ids: Sequence[int]) -> bool:
+        return False
+
     def move(self, source: int, target: int) -> None:
         self._ids[target] = self._ids[source]
 

@@ -52,7 +52,12 @@ class Engine:
         self._say("parked")
         return True
 
-    def unpark(self) -> dict[str, float]:
+    cache, intact = None, False
+
+    def keep(self) -> None:
+        """There is nothing to keep."""
+
+    def unpark(self, kept: None = None) -> dict[str, float]:
         begin = time.perf_counter()
         if self.parked:
             kind = self.fault.read_text() if self.fault.is_file() else ""
@@ -116,4 +121,4 @@ if __name__ == "__main__":
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=4)
     arguments = parser.parse_args()
-    duty.run(lambda parked: load(arguments.rows, parked), arguments.socket, worker.connect)
+    duty.run(lambda stand: load(arguments.rows, stand.parked), arguments.socket, worker.connect)

@@ -141,6 +141,7 @@ class Zygote:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._asking = threading.Lock()  # an answer is that to the last request
         self._log: IO[bytes] | None = None
 
     def fork(
@@ -174,7 +175,8 @@ class Zygote:
                 "environment": dict(os.environ if env is None else env),
                 "preload": preload,
             }
-            pid, pidfd = self._ask(request, theirs)
+            with self._asking:
+                pid, pidfd = self._ask(request, theirs)
         finally:
             for number in theirs:
                 os.close(number)

@@ -35,6 +35,9 @@ class Rows:
         self.most = max(self.most, active)
         return [self._next(row) for row in range(active)]
 
+    def resume(self, row: int, ids: Sequence[int]) -> bool:
+        return False
+
     def move(self, source: int, target: int) -> None:
         assert target < source
         self.ids[target] = list(self.ids[source])
