@@ -32,6 +32,13 @@ Resume = Annotated[
         "them with the prompt (quicker, and may go on otherwise where two tokens are as likely), fail ends it.",
     ),
 ]
+KeepCache = Annotated[
+    bool,
+    typer.Option(
+        "--keep-cache/--no-keep-cache",
+        help="With --batch-sizes: an engine's cache outlives it, and the next one goes on with the answers in it.",
+    ),
+]
 Queue = Annotated[int, typer.Option("--queue", help="Requests at once, waiting ones included.")]
 EngineWait = Annotated[
     float, typer.Option("--engine-wait-s", help="Seconds a request waits for an engine to become active.")

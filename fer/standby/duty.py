@@ -109,7 +109,7 @@ class Worker:
 
         with guarded(self._supervised):
             model, engine = load(stand)
-            if stand.service and isinstance(model.rows, SlotRows):
+            if stand.keep and stand.service and isinstance(model.rows, SlotRows):
                 self._estate = CacheEstate(engine, model.rows, stand.guardian)
             self._answers = answers = Answers(model, open=False)
             sock = listen(path)

@@ -59,6 +59,7 @@ class Settings:
         standbys: further engines that have recovered and wait.
         tp: tensor-parallel ranks of an engine, a process each; ``device`` may then name one for each.
         resume: see :class:`fer.standby.router.Router`.
+        keep_cache: engines of ``batch_sizes`` leave their cache to the next one, which goes on with the answers in it.
         launcher: the name of the launcher that starts engines, ``auto`` or ``off``.
         batch: keep a preemptible engine for requests of the tier ``flex``, with ``batch_max_length`` (None: as online)
             and ``batch_rows``, the batch sizes of its own; ``batch_router`` is for its requests.
@@ -76,6 +77,7 @@ class Settings:
     standbys: int = 0
     tp: int = 1
     resume: Resume = "retry"
+    keep_cache: bool = True
     launcher: str = "auto"
     batch: bool = False
     batch_max_length: int | None = None
@@ -200,6 +202,7 @@ class Service:
             outages=metrics.outage,
             back=metrics.batch_back,
             editions=Editions(settings.runtime_dir),
+            keep_cache=settings.keep_cache,
         )
         metrics.watch(self._supervisor, self._router)
         self._metrics = metrics

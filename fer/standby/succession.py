@@ -321,6 +321,8 @@ class Succession:
     async def _relieve(self, old: Member, *, finish: bool) -> None:
         """Let the active member finish its answers, and stand by; it stays active where they may not be cut off.
 
+        Where the next one goes on with its cache, answers are handed over in the middle: nobody waits for their end.
+
         Args:
             finish: answers of which a client has seen something may not be.
         """
@@ -331,7 +333,8 @@ class Succession:
         self._tell()
         ends = asyncio.ensure_future(self._router.drained(target, shown=finish))
         gone = asyncio.ensure_future(old.until(lambda: old.role != "draining"))
-        await asyncio.wait([ends, gone], timeout=self._limits.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        drain_s = 0.0 if self.keeps and not finish and self._router.resume != "fail" else self._limits.drain_s
+        await asyncio.wait([ends, gone], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
         kept = not ends.done() and (self._router.resume == "fail" or (finish and self._router.shown > 0))
         for waiting in (ends, gone):
             waiting.cancel()

@@ -55,6 +55,7 @@ class Supervisor:
         service: what the active one claims from the keeper, ``""`` for nothing.
         tell: called after every change of state, with the state.
         editions: what the keeper holds, to give up those of a model that is served no more.
+        keep_cache: an engine's cache is left to the one that serves next, where that can go on with it.
 
     Attributes:
         switches: since the beginning.
@@ -77,8 +78,10 @@ class Supervisor:
         outages: Callable[[Outage], None] = lambda outage: None,
         back: Callable[[float], None] = lambda seconds: None,
         editions: Editions | None = None,
+        keep_cache: bool = True,
     ) -> None:
         self._router, self._limits, self._say, self._service = router, limits, tell, service
+        self._keep_cache = keep_cache
         self._guardian = Process(os.getpid(), started(os.getpid()))
         self.switches = 0
         self._phase: State = "starting"  # of the service's life: starting, draining, stopped
@@ -320,7 +323,11 @@ class Supervisor:
     def _stand(self, member: Member) -> wire.Stand:
         beside = self._stands_by(member)
         return wire.Stand(
-            parked=beside or self.succession.keeps, service=self._service, beside=beside, guardian=self._guardian
+            parked=beside or self.succession.keeps,
+            service=self._service,
+            beside=beside,
+            guardian=self._guardian,
+            keep=self._keep_cache,
         )
 
     def _stands_by(self, member: Member) -> bool:

@@ -169,12 +169,14 @@ class Stand(_Line, frozen=True, tag="stand", kw_only=True):
     Attributes:
         beside: another engine answers meanwhile, and needs the processors more.
         guardian: the process that starts the engines of this service.
+        keep: leave the cache to the engine that serves next.
     """
 
     parked: bool
     service: str = ""
     beside: bool = False
     guardian: Process | None = None
+    keep: bool = False
 
 
 class Promote(_Line, frozen=True, tag="promote"):

@@ -165,7 +165,7 @@ def load(arguments: argparse.Namespace, stand: wire.Stand) -> tuple[Model, Recov
         dtype=arguments.dtype,
         max_length=arguments.max_length,
         batch_sizes=[int(size) for size in arguments.batch_sizes.split(",") if size],
-        keep_cache=world == 1 and bool(stand.service),
+        keep_cache=world == 1 and stand.keep,
     )
     engine.import_code()
     gc.freeze()  # modules live as long as the process: the collector need not visit them again

@@ -110,7 +110,8 @@ def test_engines_die_and_every_answer_is_the_same(
             served.kill_worker()
         assert stream.rest().text == answer, (disturb, served.log.read_text()[-3000:])
         if disturb != "both":
-            served.until_status("a standby took over", _by_standby)
+            status = served.until_status("a standby took over", _by_standby)
+            assert status["last_outage"]["kept_rows"] > 0, "it goes on with the cache of the one before"
 
     assert served.status()["requests"]["resumed"] >= 4, "answers were in the middle"
 

@@ -202,7 +202,7 @@ def test_answers_go_on_after_a_planned_switch_and_a_keepers_death(folder: Path, 
     async def work() -> None:
         async with made.running():
             await ready(made, 2)
-            right = await made.answer("w5 w7", 60)
+            right, longer = await made.answer("w5 w7", 60), await made.answer("w5 w7", 100)
 
             async def disturb(pieces: int) -> None:
                 if pieces == 10:
@@ -213,7 +213,16 @@ def test_answers_go_on_after_a_planned_switch_and_a_keepers_death(folder: Path, 
             assert await made.answer("w5 w7", 60, disturb) == right
             await ready(made, 2)
             assert made.supervisor.status()["last_outage"]["kept_rows"] > 0
-            await made.supervisor.switch()
-            assert await made.answer("w5 w7", 60) == right
+            switches: list[asyncio.Task[str]] = []
+            ended: list[float] = []
+
+            async def switch(pieces: int) -> None:
+                if pieces == 10:
+                    switches.append(asyncio.create_task(made.supervisor.switch()))
+                    switches[0].add_done_callback(lambda task: ended.append(asyncio.get_running_loop().time()))
+
+            assert await made.answer("w5 w7", 100, switch) == longer
+            assert ended and await switches[0], "the answer did not have to end first"
+            assert made.router.resumed == 2
 
     play(work())

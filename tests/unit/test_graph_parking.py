@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fer.cudagraph import parking
-from fer.errors import OutOfMemory
+from fer.errors import MappingError, OutOfMemory
+from fer.memory.kept import KeptMemory
 from tests.support import cudagraph_stage
 from tests.support.cudagraph_stage import Bench, FakeRange
 
@@ -31,11 +32,17 @@ class SlabRange(FakeRange):
     def map_over_and_over(self, size: int, slab: int) -> None:
         self.asked.append(("slab", slab))
 
-    def back(self, *, chunk: int) -> None:
+    backed = False
+
+    def back(self, *, chunk: int = 0, kept: Any = ()) -> None:
         self._lack()
-        self.asked.append(("back", 0))
+        if kept and kept[0][0] == 3:
+            raise MappingError("memory kept for the range kv does not fit")
+        self.asked.append(("kept" if kept else "back", 0))
+        self.backed = True
 
     def rest(self) -> None:
+        self.backed = False
         self.asked.append(("rest", 0))
 
     def _lack(self) -> None:
@@ -111,3 +118,27 @@ def test_graphs_whose_memory_moved_meanwhile_are_captured(bench: Bench) -> None:
     bench.stage.unpark(bench.start)
     assert bench.captures == [([4], False)]
     assert bench.graphs.used[4] == "native 4"
+
+
+def test_memory_that_was_kept_takes_the_place_of_its_own(bench: Bench) -> None:
+    bench.restoring()
+    bench.plan.archive.facts["kv"] = {"slab": 1}  # type: ignore[union-attr]
+    bench.run()
+    kept: Any = KeptMemory("GPU-1", "cuda", [(8, None)])  # type: ignore[list-item]
+    assert bench.stage.unpark(bench.start, kept) is True
+    assert bench.stage.unpark(bench.start, kept) is True
+    assert kv(bench).asked[1:] == [("kept", 0), ("rest", 0), ("kept", 0)]
+    with pytest.raises(MappingError):
+        bench.stage.unpark(bench.start, KeptMemory("GPU-1", "cuda", [(3, None)]))  # type: ignore[list-item]
+    bench.stage.unpark(bench.start)
+    assert kv(bench).asked[-1] == ("back", 0)
+
+
+def test_where_graphs_are_captured_over_kept_memory_nothing_is_known_of_it(bench: Bench) -> None:
+    bench.restoring()
+    bench.plan.archive.facts["kv"] = {"slab": 1}  # type: ignore[union-attr]
+    bench.run()
+    owners = bench.plan.archive.facts["owners"]  # type: ignore[union-attr]
+    owners[-1] = (owners[-1][0], owners[-1][1] + 512, owners[-1][2])
+    kept: Any = KeptMemory("GPU-1", "cuda", [(8, None)])  # type: ignore[list-item]
+    assert bench.stage.unpark(bench.start, kept) is False and bench.captures

@@ -11,6 +11,7 @@ from fer.errors import DriverError, MappingError, OutOfMemory
 from fer.memory import arena, driver, gpus
 from fer.memory import ranges as memory
 from fer.memory.device import CudaDevice
+from fer.memory.fdpass import close_all
 from fer.memory.ranges import Ranges
 from tests.support.memory_driver import GIB, FakeDriver
 
@@ -200,3 +201,47 @@ def test_an_empty_cache_needs_nothing(fake: FakeDriver, ranges: Ranges) -> None:
     assert (ranges.kv.mapped, fake.used(), fake.mapped) == (0, 0, {})
     ranges.kv.rest()
     assert fake.used() == 0
+
+
+def test_memory_that_was_exported_is_mapped_again_as_it_is(fake: FakeDriver, ranges: Ranges, no_fd_leak: None) -> None:
+    kv = ranges.kv
+    kv.map(150 * MIB)
+    kv.allocator.take(130 * MIB)
+    kept = kv.export()
+    assert [size for size, _ in kept] == [64 * MIB, 64 * MIB, 22 * MIB]
+    kv.rest()
+    assert fake.used() == 150 * MIB, "it lives by its descriptors"
+    del fake.cleared[:]
+    kv.back(kept=kept)
+    assert (kv.mapped, fake.used(), fake.cleared, kv.backed) == (150 * MIB, 150 * MIB, [], True)
+    assert [at - kv.address for at in sorted(fake.mapped)] == [0, 64 * MIB, 128 * MIB]
+    close_all([fd for _, fd in kept])
+    kv.rest()
+    assert (fake.mapped, fake.handles) == ({}, {})
+
+
+@pytest.mark.parametrize("taken", [20, 64, 160])
+def test_kept_memory_of_another_size_is_refused_and_nothing_changes(
+    fake: FakeDriver, ranges: Ranges, taken: int, no_fd_leak: None
+) -> None:
+    kv = ranges.kv
+    kv.map(150 * MIB)
+    kept = kv.export()
+    kv.close()
+    kv.map_over_and_over(200 * MIB, 64 * MIB)
+    assert kv.allocator.take(taken * MIB)
+    before, used = dict(fake.mapped), fake.used()
+    with pytest.raises(MappingError, match="does not fit"):
+        kv.back(kept=kept)
+    assert (fake.mapped, fake.used(), kv.backed) == (before, used, False)
+    close_all([fd for _, fd in kept])
+    kv.back()
+    assert kv.backed
+
+
+def test_a_slab_that_stands_for_a_cache_is_not_exported(fake: FakeDriver, ranges: Ranges) -> None:
+    kv = parked(ranges)
+    with pytest.raises(MappingError, match="cannot be exported"):
+        kv.export()
+    kv.rest()
+    assert kv.export() == []
