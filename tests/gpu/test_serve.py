@@ -65,7 +65,7 @@ class Served(Service):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = engine_models.llama(tmp_path / "tiny", seed=3, eos_token_id=None)
+    made = engine_models.llama(tmp_path / "tiny", seed=3, eos_token_id=None, max_position_embeddings=4096)
     return serve_models.add_words(made)
 
 
