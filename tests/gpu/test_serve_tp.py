@@ -60,7 +60,7 @@ os._exit(0)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = engine_models.llama(tmp_path / "tiny", seed=3, eos_token_id=None)
+    made = engine_models.llama(tmp_path / "tiny", seed=3, eos_token_id=None, max_position_embeddings=4096)
     return serve_models.add_tokenizer(made)
 
 
