@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed, a rank on each"),
 ]
 COUNT = 1500  # tokens: a small model is fast, and something has to happen in the middle
-PROMPT = "Once upon a time"
+PROMPT = "w5 w7 w11"
 HERE = ("--dtype", "bfloat16", "--max-length", "4096", "--batch-sizes", "1,2,4")
 
 FAILING = """
@@ -61,7 +61,7 @@ os._exit(0)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     made = engine_models.llama(tmp_path / "tiny", seed=3, eos_token_id=None, max_position_embeddings=4096)
-    return serve_models.add_tokenizer(made)
+    return serve_models.add_words(made)
 
 
 def free() -> list[int]:
