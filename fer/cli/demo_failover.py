@@ -159,7 +159,11 @@ def _play(way: Way, model: Path, device: str, variables: dict[str, str], console
     try:
         assert process.stdout is not None
         with console.status(f"starting: {way.title}"):
-            client = Client(process.stdout.readline().decode().strip(), model.resolve().name)
+            address = process.stdout.readline().decode().strip()
+            if not address:
+                why = f"exit code {process.wait(DEATH_LIMIT_S)}"
+                raise FerError("fer serve did not begin", why=why, fix=f"See what {' '.join(command[1:])} says")
+            client = Client(address, model.resolve().name)
             status = client.until_quiet(engines, process)
         undisturbed = "".join(piece for _, piece in client.stream())
         seen = _kill(way, client, int(status["pid"]))

@@ -62,8 +62,13 @@ def commands() -> list[str]:
     """Every command as it is typed, such as ``"keeper run"``."""
     names = []
     for group in app.registered_groups:
-        names += [f"{group.name} {command.name}" for command in group.typer_instance.registered_commands]  # type: ignore[union-attr]
-    return sorted([*names, *(str(command.name) for command in app.registered_commands)])
+        names += [f"{group.name} {_name(command)}" for command in group.typer_instance.registered_commands]  # type: ignore[union-attr]
+    return sorted([*names, *map(_name, app.registered_commands)])
+
+
+def _name(command: Any) -> str:
+    """As it is typed: the function's, where it was given none."""
+    return str(command.name or command.callback.__name__.replace("_", "-"))
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ def serve(
     name: flags.Name = "",
     device: Device = "auto",
     dtype: flags.Dtype = "auto",
-    max_length: flags.MaxLength = 1024,
+    max_length: flags.MaxLength = None,
     batch_sizes: flags.BatchSizes = "",
     standbys: flags.Standbys = 0,
     tp: flags.TensorParallel = 1,

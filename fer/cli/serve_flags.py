@@ -10,7 +10,12 @@ Port = Annotated[int, typer.Option("--port", help="TCP port; 0 takes a free one.
 Host = Annotated[str, typer.Option("--host", help="Address to listen at.")]
 Name = Annotated[str, typer.Option("--name", help="What clients call the model; by default its folder.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="torch's name of a dtype, or auto.")]
-MaxLength = Annotated[int, typer.Option("--max-length", help="Positions of prompt and answer together.")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        "--max-length", help="Positions of prompt and answer together; by default 1024, or the most of the model."
+    ),
+]
 BatchSizes = Annotated[
     str, typer.Option("--batch-sizes", help="Answers decoded at once, such as 1,2,4; by default one.")
 ]

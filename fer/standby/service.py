@@ -44,6 +44,8 @@ from fer.weights.keeper.sockets import choose_dir
 log = logging.getLogger("fer.standby")
 
 BACKLOG = 1024
+LENGTH = 1024
+"""Positions of an answer and its prompt where nothing else is asked for."""
 BATCH_ROUTER = RouterLimits(requests=256, wait_s=600.0, flag="--batch-queue")
 """Requests that can wait do so longer, and more of them."""
 
@@ -55,6 +57,7 @@ class Settings:
     Attributes:
         model: the model's folder; ``name`` is what clients call it, by default the folder's name.
         port: 0 takes a free one.
+        max_length: positions of prompt and answer together; None: :data:`LENGTH`, or as many as the model was made for.
         batch_sizes: rows the engine decodes at a time; empty: one answer at a time.
         standbys: further engines that have recovered and wait.
         tp: tensor-parallel ranks of an engine, a process each; ``device`` may then name one for each.
@@ -72,7 +75,7 @@ class Settings:
     port: int = 8000
     device: str = "auto"
     dtype: str = "auto"
-    max_length: int = 1024
+    max_length: int | None = None
     batch_sizes: tuple[int, ...] = ()
     standbys: int = 0
     tp: int = 1
@@ -110,13 +113,19 @@ class Settings:
         if self.tp < 1:
             raise OptionError(f"an engine of {self.tp} ranks cannot be", fix="Give --tp a number from 1 on")
         named(self.device, self.tp)
-        most, asked = positions(self.model), max(self.max_length, self.batch_max_length or 0)
+        most, asked = positions(self.model), max(self.max_length or 0, self.batch_max_length or 0)
         if most is not None and asked > most:
             raise OptionError(
                 f"{asked} positions are more than {self.model.name} was made for",
                 why=f"its max_position_embeddings is {most}",
                 fix="Lower --max-length, or --batch-max-length",
             )
+
+    def settled(self) -> Settings:
+        """With a length, which stays what it is when another model is served. Raises CheckpointError."""
+        if self.max_length is not None:
+            return self
+        return dataclasses.replace(self, max_length=min(LENGTH, positions(self.model) or LENGTH))
 
 
 def worker(settings: Settings) -> Commands:
@@ -130,7 +139,7 @@ def worker(settings: Settings) -> Commands:
     def commands(path: Path) -> Sequence[Command]:
         arguments = [sys.executable, "-m", "fer.standby.worker", "--socket", str(path)]
         arguments += ["--model", str(settings.model.absolute()), "--device", settings.device]
-        arguments += ["--dtype", settings.dtype, "--max-length", str(settings.max_length)]
+        arguments += ["--dtype", settings.dtype, "--max-length", str(settings.settled().max_length)]
         if settings.batch_sizes:
             arguments += ["--batch-sizes", ",".join(map(str, settings.batch_sizes))]
         return of_ranks(Command(arguments=tuple(arguments), environment=variables), path, settings.tp)
@@ -164,6 +173,7 @@ def serve(settings: Settings, *, engine: Engine = worker, spawn: Spawn | None = 
         FerError: what the first engine said is wrong with the model.
     """
     settings.check()
+    settings = settings.settled()
     base, _ = choose_dir(settings.runtime_dir)
     started = spawn or through(settings.launcher, settings.runtime_dir)
     with _listen(settings.host, settings.port) as public, _folder(base) as folder, _admin(folder) as admin:

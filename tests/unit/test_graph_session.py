@@ -302,7 +302,7 @@ def test_one_rank_does_not_capture_once_more_what_failed(bench: Bench, monkeypat
     bench.plan.recorder = SimpleNamespace(seen=None, close=lambda: None)  # type: ignore[assignment]
     captures: list[list[int]] = []
 
-    def capture(graphs: Any, sizes: Any, ranges: Any, *, keep: bool) -> Captured:
+    def capture(graphs: Any, sizes: Any, ranges: Any, *, keep: bool, agree: Any) -> Captured:
         captures.append(list(sizes))
         return Captured(graphs={4: "native 4"}, outputs={4: {}}, troubles={8: "CUDA out of memory"})
 
