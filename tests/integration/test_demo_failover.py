@@ -21,7 +21,7 @@ def test_the_gap_of_a_standby_is_shown_and_nothing_stays(
     monkeypatch.setattr(demo_failover, "WAYS", demo_failover.WAYS[:1])
     monkeypatch.setattr(demo_failover, "TOKENS", 900)  # they come quickly
     monkeypatch.setattr(demo_failover, "BEFORE", 2)  # most tokens of this model are no text of their own
-    made = engine_models.llama(tmp_path / "tiny", seed=3, eos_token_id=None)
+    made = engine_models.llama(tmp_path / "tiny", seed=3, eos_token_id=None, max_position_embeddings=1024)
     page, home = tmp_path / "page.html", tmp_path / "home"
     demo_failover.run(serve_models.add_tokenizer(made), home=home, device="cpu", html=page, as_json=True)
     (way,) = json.loads(capsys.readouterr().out)["ways"]
