@@ -314,7 +314,10 @@ class Succession:
         await self.settled()
         if new.role != "active":
             fix = "The former engine serves, or the next one will; see /status"
-            why = new.unfit or "it ended"
+            if not new.unfit:  # it died: of what is known in a moment
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(new.gone.wait(), self._limits.end.kill_s)
+            why = new.unfit or new.last_error or "it ended"
             raise RequestError(f"{new.name} could not take over", why=why, fix=fix, status=409)
         return new, old if old is not None and old.role == "standby" else None
 
