@@ -69,10 +69,10 @@ class Service:
             time.sleep(0.1)
         raise RuntimeError("the engines did not come up")
 
-    def pieces(self) -> Iterator[tuple[float, str]]:
+    def pieces(self, tokens: int = TOKENS) -> Iterator[tuple[float, str]]:
         """Text and the moment it came, from one streamed answer."""
         connection = http.client.HTTPConnection(*self._place, timeout=LIMIT_S)
-        asked = {"model": self._name, "prompt": PROMPT, "max_tokens": TOKENS, "stream": True}
+        asked = {"model": self._name, "prompt": PROMPT, "max_tokens": tokens, "stream": True}
         with contextlib.closing(connection):
             connection.request("POST", "/v1/completions", json.dumps(asked).encode())
             response = connection.getresponse()
