@@ -1,8 +1,9 @@
 """SIGKILL of the serving engine to the next token at the client on one GPU: a model of 8B shape, 60 GiB of cache.
 
 Each run kills the engine in the middle of a streamed answer and compares the whole text with the undisturbed one. Rows:
-a parked standby that is promoted, a restart by the launcher, one by a new interpreter, and the plain start
-(``FER_MODE=off``); then planned switches, and many deaths one after another, after which nothing may be left behind.
+a parked standby that is promoted, a restart by the launcher, both with the cache that outlives the engine and with a
+new one, a restart by a new interpreter, and the plain start (``FER_MODE=off``); then planned switches, and many deaths
+one after another, after which nothing may be left behind.
 
 python -m bench.serve_gpu [FOLDER]   # makes the model in FOLDER (16 GB), saves and proves its graphs, then measures
 
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,18 @@ from bench.standby_cpu import kept, killed
 
 SIZES = (1, 2, 4, 8, 16, 32)
 LAYERS, HEADS, WIDTH = 36, 8, 128  # of bench.graphs_start's model
-NAMES = {"standby": "standby", "launcher": "launcher", "interpreter": "keeper", "plain": "plain"}
+NEW = ["--no-keep-cache"]
+NAMES: dict[str, tuple[str, list[str]]] = {
+    "standby": ("standby", []),
+    "standby with a new cache": ("standby", NEW),
+    "launcher": ("launcher", []),
+    "launcher with a new cache": ("launcher", NEW),
+    "interpreter": ("keeper", []),
+    "plain": ("plain", NEW),
+}
+"""Of each row the way of ``bench.serve_cpu``, and arguments of its own."""
+FAST = ("standby", "launcher")
+ORDER = ["standby", "launcher", "plain", "switch", "cycles", "interpreter", *(name for name in NAMES if "new" in name)]
 PROVEN_S = 180.0
 
 
@@ -84,9 +96,10 @@ class Bench:
 
     def row(self, name: str, runs: int) -> None:
         """Deaths of one kind."""
-        engines = 2 if name == "standby" else 1
+        kind, arguments = NAMES[name]
+        engines = 2 if kind == "standby" else 1
         found: list[dict[str, float]] = []
-        with self._service(NAMES[name]) as served:
+        with self._service(kind, arguments) as served:
             served.quiet(engines)
             self.results.add(f"{name}: device memory at rest (MiB)", memory_used())
             undisturbed = "".join(piece for _, piece in served.pieces())
@@ -143,11 +156,11 @@ class Bench:
         return {**kept(served, self.directory), "device memory, steps of 64 MiB": memory_used() // 64}
 
     @contextlib.contextmanager
-    def _service(self, kind: str) -> Iterator[Service]:
+    def _service(self, kind: str, own: Sequence[str] = ()) -> Iterator[Service]:
         arguments, environment = ROWS[kind]
         with (
             launcher(self.model) if "auto" in arguments else contextlib.nullcontext(),
-            service(self.model, [*arguments, *self.more], environment) as served,
+            service(self.model, [*arguments, *self.more, *own], environment) as served,
         ):
             yield served
 
@@ -207,7 +220,7 @@ def main() -> None:
     parser.add_argument("--slow-runs", type=int, default=5)
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--limit-s", type=float, default=540.0)
-    parser.add_argument("--steps", nargs="*", default=[*NAMES, "switch", "cycles"])
+    parser.add_argument("--steps", nargs="*", default=ORDER)
     arguments = parser.parse_args()
 
     from fer.errors import FerError
@@ -228,7 +241,7 @@ def main() -> None:
         bench = Bench(results, arguments.folder, more, begin + arguments.limit_s - time.monotonic(), directory)
         steps: dict[str, Callable[[], None]] = {
             name: lambda name=name: bench.row(  # type: ignore[misc]
-                name, arguments.runs if name in ("standby", "launcher") else arguments.slow_runs
+                name, arguments.runs if name in FAST else arguments.slow_runs
             )
             for name in NAMES
         }
