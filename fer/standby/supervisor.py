@@ -216,8 +216,8 @@ class Supervisor:
     async def switch(self) -> str:
         """Make a standby active and let the former one finish its answers; it stands by from then on.
 
-        Requests that come meanwhile wait. Answers that take longer than ``drain_s`` are cut off there and completed by
-        the new one, as after a death.
+        Requests that come meanwhile wait. Where the new one goes on with the cache, answers are handed over at once;
+        else those that take longer than ``drain_s`` are cut off there and completed by the new one, as after a death.
 
         Returns:
             the name of the new active member.
