@@ -21,7 +21,7 @@ from fer.standby import wire
 from fer.standby.answers import Answers, listen
 from fer.standby.estate import CacheEstate
 from fer.standby.scheduler import SlotRows
-from fer.standby.worker import Supervised, end_with, guarded, plain
+from fer.standby.supervised import Supervised, end_with, guarded, plain
 from fer.weights.services import Tenure, hold, this_process
 from fer.weights.wire import Process
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from fer.errors import FerBug, OptionError, OutOfMemory
 from fer.standby import rank_wire, wire
 from fer.standby.cohort import Link, join, meeting_place, watch
-from fer.standby.worker import Supervised, guarded, plain
+from fer.standby.supervised import Supervised, guarded, plain
 
 if TYPE_CHECKING:
     from fer.standby.lead import Halves, Load

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fer.standby import launcher_imports
 from tests.support.keeper import read_line, wait_until
 from tests.support.launcher import Launcher, await_end, fer_run, finish, script
 from tests.support.processes import WAIT_S, Children, stopped
@@ -84,6 +85,16 @@ def test_a_module_and_a_console_script_are_forked(launcher: Launcher, children: 
     assert seen[0] == seen[1]
     code, out, err = finish(fer_run(children, console, "y"))
     assert (code, out) == (0, f"{[str(console), 'y']}\n") and FORKED in err
+
+
+def test_a_worker_is_not_imported_before_it_runs(children: Children) -> None:
+    """Python warns where a module that is to run as ``__main__`` has been imported: it would be there twice."""
+    mine = [name for name in launcher_imports.DEFAULT if name.startswith("fer.standby.")]
+    assert mine
+    Launcher(children, *(f"--import={name}" for name in (*mine, "fer.standby.lead", "fer.standby.follow")))
+    code, out, err = finish(fer_run(children, sys.executable, "-m", "fer.standby.worker", "--help"))
+    assert code == 0 and "--max-length" in out, err
+    assert FORKED in err and "Warning" not in err, err
 
 
 @pytest.mark.parametrize(
