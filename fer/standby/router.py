@@ -33,13 +33,13 @@ RETRY_AFTER_S = 5
 
 @dataclass(eq=False)
 class Target:
-    """A worker that answers: one incarnation of it, never to be taken for the next.
+    """A worker that answers, until it ends or rests: never to be taken for the next, nor for itself after that.
 
     Attributes:
         heard: when it last said anything, seconds of :func:`time.monotonic`.
         first: set when it has made a token for anybody.
         weights: what its model's files are: one with other weights does not complete its answers.
-        dismissed: its end was ordered, so that no request is to blame for it.
+        dismissed: its end, or that it rests, was ordered, so that no request is to blame for what it breaks off.
         streams: requests it has now.
     """
 
@@ -55,6 +55,10 @@ class Target:
     def answered(self) -> bool:
         """Whether it has made a token for anybody."""
         return self.first.is_set()
+
+    def anew(self) -> Target:
+        """The same worker after a rest: answers that it broke off before then are not told of what it does next."""
+        return Target(self.name, self.path, first=self.first, weights=self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -346,11 +346,13 @@ class Succession:
             self._router.activate(target)
             return
         self._router.activate(None)
+        target.dismissed = group.first.orders  # it breaks answers off as it is told: no request is to blame for that
         answer = await group.first.ask(wire.Park()) if group.first.orders else None
         if answer is None and group.first.orders:
             await old.until(lambda: old.role != "draining")  # it has died, which is seen at once
         if old.role == "draining":
             old.parked = isinstance(answer, wire.Parked) and answer.freed
+            old.target = target.anew()
             old.become("standby")
 
     def _undrained(self, updates: bool) -> RequestError:

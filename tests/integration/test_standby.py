@@ -243,6 +243,19 @@ def test_an_answer_longer_than_the_drain_goes_on_at_the_new_one(start: Start, ke
     nothing_is_left(service, keeper)
 
 
+def test_switches_under_an_answer_are_no_deaths(start: Start, keeper: Keeper) -> None:
+    service = start(drain_s=0.05)
+    stream = service.stream("once", 400).read(5)
+    for number in range(4):  # one more than the deaths that a request is given up after
+        assert service.admin("POST", "/admin/switch").status == 200
+        stream.read(10)
+        assert both(service)["switches"] == number + 1
+    answer = stream.rest()
+    assert answer.text == expected("once", 400), answer
+    assert service.status()["requests"]["resumed"] == 4 and service.status()["restarts"] == 0
+    nothing_is_left(service, keeper)
+
+
 def test_where_answers_may_not_be_cut_off_a_switch_is_refused(start: Start, keeper: Keeper) -> None:
     service = start(drain_s=0.1, resume="fail")
     stream = service.stream("once", 160).read(5)
