@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fer import stages
-from fer.errors import FerError
+from fer.errors import FerError, MappingError
 from fer.options import Options
 from fer.report import Report
 
@@ -98,7 +98,7 @@ class Recovered:
         if kept is not None:
             try:
                 self.intact = self._graphs.unpark(self._start, kept)
-            except FerError as error:
+            except MappingError as error:
                 log.warning("the cache that was kept is not used: %s", error)
                 self.parked = True
             else:
@@ -135,6 +135,7 @@ class Recovered:
             self._graphs.resume(self._start)
             self._unproven = False
         self._start.engine.self_test()
+        self.intact = self.intact and not self._graphs.overwrote(self._start)
 
 
 def recover_for_duty(engine: Engine, options: Options | None = None, *, parked: bool, **overrides: Any) -> Recovered:

@@ -90,6 +90,10 @@ class Wide(Stage):
         start.engine.unpark(*([kept] if kept is not None else []))
         return kept is not None
 
+    def overwrote(self, start: Start) -> bool:
+        """Whether the stage itself had steps run over the cache since :meth:`unpark`."""
+        return False
+
     def resume(self, start: Start) -> None:
         """What is to do before the engine serves, after every rank has its memory; ranks do it together."""
 

@@ -63,14 +63,15 @@ def unpark(plan: Plan, kept: KeptMemory | None = None) -> bool:
         OutOfMemory: there is not enough, and has not come within :data:`FREED_S`; the engine is parked as before.
         MappingError: what is kept does not fit; as before, too.
     """
-    kv = plan.ranges.kv
+    kv, session = plan.ranges.kv, plan.graphs.session
+    if session is not None:
+        session.captured = False
     if kept is None:
         patiently(lambda: kv.back(chunk=CHUNK))
     else:
         if kv.backed:
             kv.rest()
         kv.back(kept=kept.parts)
-    session = plan.graphs.session
     if session is None or not (moved := session.verify_owners()):
         return kept is not None
     log.warning("graphs: %s", "; ".join(moved[:3]))

@@ -37,6 +37,7 @@ class Session:
     Attributes:
         used: restored graphs that the engine has.
         failed: why graphs that were restored could not be handed over.
+        captured: graphs were captured since somebody last said otherwise; steps ran over the cache for that.
     """
 
     def __init__(self, plan: Plan, graphs: DecodeGraphs, barred: Iterable[str], *, alone: bool = True) -> None:
@@ -47,6 +48,7 @@ class Session:
         self._native: dict[int, list[Owner]] = {}  # where everything was when a size was captured in this process
         self.used: dict[str, Any] = {}
         self.failed: dict[str, str] = {}
+        self.captured = False
 
     def use(self, name: str, graph: Any) -> None:
         """Hand a graph to the engine, unless it is barred; called from whichever thread has it."""
@@ -123,6 +125,7 @@ class Session:
         if not self._alone:
             log.warning("graphs: %s stay without a graph: ranks would have to capture them together", sizes)
             return
+        self.captured = True
         try:
             captured = capture(self._graphs, sizes, None, keep=False)
         except RuntimeError as error:  # torch's word for all that can go wrong

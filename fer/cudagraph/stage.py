@@ -159,6 +159,10 @@ class CudaGraphStage(Wide):
         self._allocate()
         return intact
 
+    def overwrote(self, start: Start) -> bool:
+        """Whether graphs that could not be restored were captured, whose steps write to rows of the cache."""
+        return bool(self._graphs and self._graphs.session and self._graphs.session.captured)
+
     def resume(self, start: Start) -> None:
         """Capture graphs over a cache that has new addresses."""
         graphs = self._graphs

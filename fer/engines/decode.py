@@ -53,6 +53,11 @@ class Slots(Cache):  # type: ignore[misc]
         """Keys and values of each layer, ``(2, rows, heads, length, width)``."""
         return list(self._memory)
 
+    def forget(self) -> None:
+        """Let go of the memory; layers point back here, and their garbage would wait for a collector."""
+        self.layers.clear()
+        self._memory.clear()
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are given with every call
 
@@ -161,6 +166,7 @@ class TransformersGraphs(DecodeGraphs):
 
     def allocate_kv(self) -> None:
         """Make the cache; forgets graphs over an earlier one."""
+        self.drop()
         length = min(PARKED_LENGTH, self.length) if self.parked else self.length
         shape = (2, self.rows, self.heads, length, self.width)
         self._host = HostCache.create(self.layers, shape, self.dtype) if self._shared and not self.parked else None
@@ -181,9 +187,16 @@ class TransformersGraphs(DecodeGraphs):
         if not self._shared or kept.kind != "host" or len(kept.parts) != 1:
             raise MappingError("memory for the cache does not fit", why=f"it is {len(kept.parts)} x {kept.kind}")
         shape = (2, self.rows, self.heads, self.length, self.width)
-        self._host = HostCache(kept.parts[0][1], self.layers, shape, self.dtype)
-        self.slots = Slots(self._host.tensors)
+        taken = HostCache(kept.parts[0][1], self.layers, shape, self.dtype)
+        self.drop()
+        self._host, self.slots = taken, Slots(taken.tensors)
         self._graphs.clear()
+
+    def drop(self) -> None:
+        """Let go of the cache, if there is one."""
+        if self.slots is not None:
+            self.slots.forget()
+        self.slots = self._host = None
 
     def keep(self) -> KeptMemory | None:
         """The cache's memory, if it can outlive the process."""
@@ -286,7 +299,7 @@ class TransformersGraphs(DecodeGraphs):
     def _settled(self) -> None:
         """Wait for the device: what is said of the cache afterwards holds whatever becomes of this process."""
         if self.device.startswith("cuda"):
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(torch.device(self.device)).synchronize()
 
     @contextmanager
     def untouched(self, row: int, positions: int) -> Iterator[None]:
@@ -299,6 +312,7 @@ class TransformersGraphs(DecodeGraphs):
             finally:
                 for each, before in zip(memory, held, strict=True):
                     each[:, row, :, :positions].copy_(before)
+                self._settled()
 
     def step_size(self, active: int) -> int:
         """Rows that a step of the first ``active`` ones computes: those of the smallest graph that takes them.

@@ -28,7 +28,13 @@ class Replayable(Protocol):
 
 
 class Session(Protocol):
-    """What an engine asks after its memory may have moved (sleep, wake, other weights)."""
+    """What an engine asks after its memory may have moved (sleep, wake, other weights).
+
+    Attributes:
+        captured: graphs were captured since somebody last said otherwise; steps ran over the cache for that.
+    """
+
+    captured: bool
 
     def verify_owners(self) -> list[str]:
         """Stop using the graphs whose memory moved; what moved, by name."""

@@ -255,7 +255,7 @@ class TransformersEngine(Engine):
             return  # nothing was allocated yet
         self._cache = None
         if decode is not None:
-            decode.slots = None  # before the next one is made
+            decode.drop()  # before the next one is made
         try:
             self.allocate_kv()
         except RuntimeError as error:  # torch's word for lack of memory

@@ -232,7 +232,11 @@ class NamedRange:
             )
         at = self.address
         for size, fd in kept:
-            handle = driver.call("cuMemImportFromShareableHandle", fd.fileno(), self.vmm.descriptor)
+            try:
+                handle = driver.call("cuMemImportFromShareableHandle", fd.fileno(), self.vmm.descriptor)
+            except DriverError as error:
+                why = f"a descriptor does not import: {error}"
+                raise MappingError(f"memory kept for the range {self.name} does not fit", why=why) from error
             into.append(_Chunk(at, size, handle))
             at += size
 

@@ -156,12 +156,14 @@ class Worker:
         try:
             if self._estate is not None and tenure is not None:
                 kept = self._estate.take(tenure, trust=order.trust)
+            elif tenure is not None:
+                tenure.decline_estate()
             parts = engine.unpark(kept)
             if self._estate is not None and tenure is not None:
                 self._estate.settle(tenure, kept)
         except OutOfMemory:
             if tenure is not None:
-                tenure.release(pass_on=True)
+                tenure.release(pass_on=kept is None)  # what could not be gone on with may be what lacks
             raise
         finally:
             if kept is not None:

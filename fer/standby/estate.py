@@ -34,7 +34,7 @@ class CacheEstate:
     def __init__(self, engine: Parking, rows: SlotRows, guardian: Process | None) -> None:
         self._engine, self._rows, self._guardian = engine, rows, guardian
         self._ledger: Ledger | None = None
-        self._first = 0
+        self._aside: dict[int, int] = {}
 
     def take(self, tenure: Tenure, *, trust: bool) -> KeptMemory | None:
         """Memory that the engine before left, if this one can go on with it; else it is given back.
@@ -44,7 +44,7 @@ class CacheEstate:
         """
         from fer.standby.ledger import Ledger
 
-        self._ledger = None
+        self._ledger, self._aside = None, {}
         inherited = tenure.take_estate()
         if inherited is None:
             return None
@@ -52,7 +52,8 @@ class CacheEstate:
         if not why:
             try:
                 self._ledger = Ledger(inherited.fds[-1], self._rows.count, self._rows.length)
-                self._first = self._ledger.set_aside(0)  # the self-test writes there
+                # Whoever dies before settle() may have written anywhere: the self-test to one row, a capture to all.
+                self._aside = {row: self._ledger.set_aside(row) for row in self._ledger.held()}
             except FerError as error:
                 why = str(error)
         if why:
@@ -65,15 +66,16 @@ class CacheEstate:
     def settle(self, tenure: Tenure, kept: KeptMemory | None) -> None:
         """After the cache has its memory: know what rows hold, and leave the memory to the next one."""
         if kept is not None and self._ledger is not None and self._engine.intact:
-            self._ledger.put_back(0, self._first)
+            for row, filled in self._aside.items():
+                self._ledger.put_back(row, filled)
             self._rows.ledger, self._rows.kept = self._ledger, set(self._ledger.held())
             log.info("the cache goes on as it was left, with %d rows that hold something", len(self._rows.kept))
             return
         self._rows.ledger, self._rows.kept = None, set()
-        if self._engine.cache is None or tenure.by != "keeper":
-            return
-        own = self._engine.keep()
+        own = self._engine.keep() if self._engine.cache is not None and tenure.by == "keeper" else None
         if own is None:
+            if kept is not None:
+                self._leave(tenure, None, None)  # it is of no use to this engine, nor to one after it
             return
         from fer.standby.ledger import Ledger
 

@@ -127,6 +127,7 @@ class Process:
         self._stand = stand
         self._writer: asyncio.StreamWriter | None = None
         self._answer: asyncio.Future[Answer] | None = None
+        self._asking = asyncio.Lock()
         self._status: asyncio.Future[int | None] | None = None
         self.ready: asyncio.Future[wire.Ready] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -168,12 +169,13 @@ class Process:
 
     async def ask(self, order: wire.Order) -> Answer | None:
         """Give an order; the answer, or None from a process that ended before it."""
-        if self._writer is None or self.ended.done():
-            return None
-        self._answer = answer = self._loop.create_future()
-        self._writer.write(wire.line(order))
-        await asyncio.wait([answer, asyncio.shield(self.ended)], return_when=asyncio.FIRST_COMPLETED)
-        return answer.result() if answer.done() else None
+        async with self._asking:  # answers do not say to which order they belong
+            if self._writer is None or self.ended.done():
+                return None
+            self._answer = answer = self._loop.create_future()
+            self._writer.write(wire.line(order))
+            await asyncio.wait([answer, asyncio.shield(self.ended)], return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else None
 
     async def status(self) -> int:
         """Its exit status, negative for a signal, after it has ended."""

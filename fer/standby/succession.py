@@ -71,7 +71,7 @@ class Succession:
         self.members: list[Member] = []
         self.outage: Outage | None = None
         self.began = self.ended = self.keeps = False
-        self._dead: tuple[Process, str] | None = None  # the last that died while it served or took over, and its blame
+        self._dead: list[tuple[Process, str]] = []  # who died while serving or taking over since, and the blame
         self.changing = asyncio.Lock()
         self._promoting: asyncio.Task[None] | None = None
         self._background: set[asyncio.Future[None]] = set()
@@ -97,7 +97,7 @@ class Succession:
         target, member.target = member.target, None
         was = member.role
         if died is not None and was in ("active", "draining", "promoting"):
-            self._dead = died, member.blame
+            self._dead.append((died, member.blame))
         if target is None or (self._router.active is not target and was != "draining"):
             return
         member.become("ending")
@@ -199,10 +199,10 @@ class Succession:
 
     async def _trusts(self) -> bool:
         """Whether what the engine before left may be gone on with: it was ended from outside, or rests as ordered."""
-        if self._dead is None:
-            return True
-        process, blame = self._dead
-        return not blame and await process.status() in (-signal.SIGKILL, -signal.SIGTERM)
+        for process, blame in [*self._dead]:  # any of them may have written to it
+            if blame or await process.status() not in (-signal.SIGKILL, -signal.SIGTERM):
+                return False
+        return True
 
     def _reject(self, member: Member, error: FerError) -> None:
         member.broken, member.unfit = error, str(error)
@@ -221,7 +221,8 @@ class Succession:
         assert member.target is not None
         member.parked = False
         member.become("active")
-        self.began, self._dead = True, None
+        self.began = True
+        self._dead.clear()
         self.keeps = promoted is not None and promoted.keeps
         if self.outage is not None and not self.outage.active:
             self.outage.promotion = promoted
@@ -295,7 +296,7 @@ class Succession:
                 before, updates = self.version, new.version is not self.version
                 old = self.active
                 if old is not None:
-                    await self._relieve(old, finish=updates and not cut)
+                    await self._relieve(old, new, finish=updates and not cut)
                     if old.role == "active":
                         raise self._undrained(updates)
                     if updates and old.role != "standby" and self._router.shown and not cut:
@@ -321,12 +322,13 @@ class Succession:
             raise RequestError(f"{new.name} could not take over", why=why, fix=fix, status=409)
         return new, old if old is not None and old.role == "standby" else None
 
-    async def _relieve(self, old: Member, *, finish: bool) -> None:
+    async def _relieve(self, old: Member, new: Member, *, finish: bool) -> None:
         """Let the active member finish its answers, and stand by; it stays active where they may not be cut off.
 
         Where the next one goes on with its cache, answers are handed over in the middle: nobody waits for their end.
 
         Args:
+            new: who is to serve instead.
             finish: answers of which a client has seen something may not be.
         """
         assert old.target is not None and old.group is not None
@@ -336,7 +338,9 @@ class Succession:
         self._tell()
         ends = asyncio.ensure_future(self._router.drained(target, shown=finish))
         gone = asyncio.ensure_future(old.until(lambda: old.role != "draining"))
-        drain_s = 0.0 if self.keeps and not finish and self._router.resume != "fail" else self._limits.drain_s
+        same = new.target is not None and new.target.weights == target.weights
+        goes_on = self.keeps and same and not finish and self._router.resume != "fail"
+        drain_s = 0.0 if goes_on else self._limits.drain_s
         await asyncio.wait([ends, gone], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
         kept = not ends.done() and (self._router.resume == "fail" or (finish and self._router.shown > 0))
         for waiting in (ends, gone):

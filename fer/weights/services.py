@@ -90,9 +90,22 @@ class Tenure:
         return "keeper" if self._client is not None else "lock"
 
     def take_estate(self) -> Inherited | None:
-        """What the holder before left, once: from then on its descriptors are the caller's."""
-        found, self._inherited = self._inherited, None
+        """What the holder before left, once: from then on its descriptors are the caller's.
+
+        It is left to the next one, too, until something else is bequeathed.
+        """
+        with self._changing:
+            found, self._inherited = self._inherited, None
+            if found is not None and self._left is None:
+                self._left = (found.estate, [fd.dup() for fd in found.fds])
         return found
+
+    def decline_estate(self) -> None:
+        """Give back what the holder before left, if it did."""
+        if (found := self.take_estate()) is not None:
+            found.close()
+            with contextlib.suppress(KeeperError):  # with the keeper it is gone anyway
+                self.bequeath(None, [])
 
     def bequeath(self, estate: wire.Estate | None, fds: Sequence[Fd]) -> bool:
         """Leave memory to the next holder, in place of what was left before; None: leave nothing.
@@ -132,11 +145,11 @@ class Tenure:
             with contextlib.suppress(KeeperError):
                 self._client.release_service(self.service, pass_on=pass_on)
             self._client.close()
+        if (inherited := self.take_estate()) is not None:
+            inherited.close()
         with self._changing:
             fdpass.close_all(self._left[1] if self._left is not None else [])
             self._left = None
-        if (inherited := self.take_estate()) is not None:
-            inherited.close()
 
     def __enter__(self) -> Self:
         return self

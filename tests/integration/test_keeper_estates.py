@@ -166,6 +166,19 @@ def test_one_whose_guardian_ended_while_it_was_held_goes_with_the_holder(keeper:
     wait_until(lambda: keeper.status().services == [], "nobody will take it")
 
 
+def test_who_waits_is_not_given_what_another_guardian_left(keeper: Keeper, children: Children) -> None:
+    guardian = children.python("import signal; signal.pause()")
+    first = Holder(children, keeper, guardian=guardian.pid)
+    first.found()
+    first.ask("leave one")
+    before = len(keeper.descriptors())
+    second = Holder(children, keeper)
+    wait_until(lambda: len(keeper.descriptors()) > before, "it has come, and waits")
+    children.kill(guardian)
+    children.kill(first.child)
+    assert second.found() == ["-"]
+
+
 def test_room_is_made_of_what_nobody_holds(keeper: Keeper, children: Children) -> None:
     first = Holder(children, keeper)
     first.found()
@@ -200,6 +213,32 @@ def test_only_the_holder_leaves_anything(keeper: Keeper, tenure: Tenure) -> None
             other.bequeath("nobody's", None, [])
         assert tenure.bequeath(estate(), [fd]) and estates(keeper) == [PAGE]
         assert tenure.bequeath(None, []) and estates(keeper) == []
+
+
+def test_what_is_of_no_use_is_given_back(keeper: Keeper) -> None:
+    with hold(str(keeper.directory), connect=keeper.client, wait_s=WAIT_S) as tenure:
+        with seal.fixed_memfd("estate", PAGE) as fd:
+            assert tenure.bequeath(estate(), [fd])
+        tenure.release(pass_on=True)
+    with hold(str(keeper.directory), connect=keeper.client, wait_s=WAIT_S) as tenure:
+        assert estates(keeper) == [PAGE]
+        tenure.decline_estate()
+        assert estates(keeper) == [] and tenure.take_estate() is None
+
+
+def test_what_was_inherited_is_left_to_a_new_keeper_too(keeper: Keeper, children: Children) -> None:
+    with seal.fixed_memfd("estate", PAGE) as fd:
+        with hold(str(keeper.directory), connect=keeper.client, wait_s=WAIT_S) as tenure:
+            assert tenure.bequeath(estate(), [fd])
+            tenure.release(pass_on=True)
+        with hold(str(keeper.directory), connect=keeper.client, wait_s=WAIT_S) as tenure:
+            found = tenure.take_estate()
+            assert found is not None
+            found.close()
+            kill_and_wait(keeper.minder.pid)
+            keeper.kill()
+            blank = Keeper(children, keeper.directory)
+            wait_until(lambda: estates(blank) == [PAGE], "the holder tells it")
 
 
 def growing() -> Fd:

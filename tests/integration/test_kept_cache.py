@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from fer.engines.decode import TransformersGraphs
 from fer.engines.transformers import TransformersEngine
+from fer.errors import MappingError
 from fer.orchestrator import Recovered, recover_for_duty
 from fer.standby.estate import CacheEstate
 from fer.standby.scheduler import SlotRows
@@ -140,6 +142,74 @@ def test_what_an_engine_left_that_failed_is_not_gone_on_with(folder: Path, keepe
         assert not any(each.any() for each in second.decode.slots.memory[0][:, 1:]), "its memory is new"  # type: ignore[union-attr]
 
 
+def test_who_dies_before_it_has_proven_itself_leaves_no_row(folder: Path, keeper: Keeper) -> None:
+    first = Engine(folder, keeper)
+    tenure = first.serve()
+    first.rows.begin(0, PROMPTS[0], 5)
+    first.rows.begin(1, PROMPTS[1], 5)
+    tenure.release(pass_on=True)
+    second, third = Engine(folder, keeper), Engine(folder, keeper)
+    tenure = hold(SERVICE, connect=keeper.client, wait_s=WAIT_S)
+    kept = second.estate.take(tenure, trust=True)
+    assert kept is not None
+    kept.close()
+    tenure.release(pass_on=True)  # as its end would
+    with third.serve():
+        assert third.recovered.intact and third.rows.kept == set()
+
+
+def test_steps_that_a_capture_ran_over_the_rows_leave_none_of_them(
+    folder: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Engine(folder, keeper)
+    tenure = first.serve()
+    first.rows.begin(1, PROMPTS[0], 5)
+    tenure.release(pass_on=True)
+    second = Engine(folder, keeper)
+    monkeypatch.setattr(second.recovered._graphs, "overwrote", lambda start: True)
+    with second.serve():
+        assert not second.recovered.intact and second.rows.kept == set() and second.estate.left
+
+
+def test_an_engine_that_cannot_leave_the_memory_on_has_the_keeper_let_it_go(
+    folder: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenure = Engine(folder, keeper).serve()
+    second = Engine(folder, keeper)
+    tenure.release(pass_on=True)
+
+    def no(kept: Any) -> None:
+        raise MappingError("memory for the cache does not fit")
+
+    monkeypatch.setattr(second.decode, "take", no)
+    monkeypatch.setattr(second.recovered, "keep", lambda: None)
+    with second.serve():
+        assert not second.recovered.intact and keeper.status().services[0].estate == 0
+
+
+def test_a_parked_engine_has_nothing_of_the_cache(folder: Path, keeper: Keeper) -> None:
+    engine = Engine(folder, keeper)
+    tenure = engine.serve()
+    before = _mapped()
+    assert before[0] > 0
+    gc.disable()
+    try:
+        engine.estate.forget()
+        engine.recovered.park()
+        tenure.release(pass_on=True)
+        after = _mapped()
+    finally:
+        gc.enable()
+    assert after[0] == before[0] - 1 and after[1] < before[1]
+
+
+def _mapped() -> tuple[int, int]:
+    """Mappings and descriptors of caches in this process."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    maps = Path("/proc/self/maps").read_text()
+    return maps.count("memfd:fer-cache"), sum("memfd:fer-cache" in link for link in links)
+
+
 def test_memory_goes_when_the_service_ends(folder: Path, keeper: Keeper) -> None:
     before = keeper.status().descriptors
     with Engine(folder, keeper).serve():
@@ -224,5 +294,23 @@ def test_answers_go_on_after_a_planned_switch_and_a_keepers_death(folder: Path, 
             assert await made.answer("w5 w7", 100, switch) == longer
             assert ended and await switches[0], "the answer did not have to end first"
             assert made.router.resumed == 2
+
+    play(work())
+
+
+def test_switches_are_no_deaths_under_a_request(folder: Path, runtime_dir: Path) -> None:
+    made = serving(folder, runtime_dir, members=2)
+
+    async def work() -> None:
+        async with made.running():
+            await ready(made, 2)
+            right = await made.answer("w5 w7", 100)
+
+            async def disturb(pieces: int) -> None:
+                if pieces in (10, 25, 40, 55):
+                    await made.supervisor.switch()
+
+            assert await made.answer("w5 w7", 100, disturb) == right
+            assert made.supervisor.switches == 4 and made.router.resumed == 4
 
     play(work())

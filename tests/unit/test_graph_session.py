@@ -38,8 +38,10 @@ def test_after_a_wake_moved_memory_ends_the_use_of_what_moved(bench: Bench) -> N
     bench.graphs.x = bench.graphs.x.clone()
     assert "owner moved: tensor/x" in session.verify_owners()[0]
     assert bench.graphs.used == {4: None, 8: bench.plan.ready.graphs["decode/8"]}
+    assert not session.captured
     session.capture_missing()
     assert bench.graphs.used[4] == "native 4"
+    assert session.captured, "its steps ran over whatever the cache held"
     session.capture_missing()
     assert bench.captures == [([4], False)]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fer.standby import wire
 from fer.standby.launcher_client import Child
 from fer.standby.member import FREE_RESTARTS, LONGEST_DELAY_S, delay_s
 from fer.standby.process import TAIL_BYTES, Command, Process, through
@@ -147,6 +148,34 @@ def test_a_process_that_speaks_otherwise_is_ended(no_fd_leak: None) -> None:
         await process.ended
         assert await process.status() == -signal.SIGKILL
         assert "not understood" in await process.why()
+        await process.close()
+
+    play(work)
+
+
+OBEDIENT = """
+import os, time
+from fer.standby import wire
+os.write(0, wire.line(wire.Begun(time.monotonic_ns(), orders=True)))
+with os.fdopen(os.dup(0), "rb") as orders:
+    for line in orders:
+        if (order := wire.order(line)).__class__ is not wire.Stand:
+            time.sleep(0.2)
+            said = wire.Parked(time.monotonic_ns(), True) if isinstance(order, wire.Park) else wire.Unpromoted({})
+            os.write(0, wire.line(said))
+"""
+
+
+def test_two_orders_at_once_get_each_its_own_answer(no_fd_leak: None) -> None:
+    async def work() -> None:
+        process = await Process.start(command(OBEDIENT), through("off"))
+        while not process.orders:
+            await asyncio.sleep(0.01)
+        park, promote = await asyncio.gather(process.ask(wire.Park()), process.ask(wire.Promote(1.0)))
+        assert isinstance(park, wire.Parked) and isinstance(promote, wire.Unpromoted)
+        process.signal(signal.SIGKILL)
+        await process.ended
+        assert await process.ask(wire.Park()) is None
         await process.close()
 
     play(work)

@@ -144,7 +144,7 @@ class Claims:
         """Forget services that nobody holds or waits for."""
         wanted = {peer.wait.service for peer in self.state.peers.values() if peer.wait is not None}
         for service in list(self.state.services.values()):
-            if not service.processes and service.name not in wanted and not self.estates.waits(service):
+            if not service.processes and not self.estates.waits(service) and service.name not in wanted:
                 del self.state.services[service.name]
                 if service.lock:
                     self._store.condemned.append(service.lock)
@@ -216,6 +216,7 @@ class Claims:
                 return None
             service.lock = new_id("l")
             self._shelf.put(service.lock, lock)
+        self.estates.waits(service)  # what nobody should find any more is let go first
         service.processes, service.peer, service.label = list(request.processes), peer.id, peer.label
         self.state.services[request.service] = service
         for process in service.processes:

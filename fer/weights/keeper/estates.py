@@ -96,7 +96,8 @@ class Estates:
             self._forget(self._guardians.pop(process))
 
     def _orphaned(self, guardian: Process | None) -> bool:
-        return guardian is not None and guardian not in self._guardians
+        fd = self._guardians.get(guardian) if guardian is not None else None
+        return guardian is not None and (fd is None or is_over(fd))
 
     def _follow(self, guardian: Process | None) -> None:
         if guardian is None or guardian in self._guardians:
