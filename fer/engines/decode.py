@@ -22,6 +22,8 @@ from fer.errors import MappingError
 from fer.memory.kept import KeptMemory
 
 _ROUND = 2 << 20
+_SWAPPED = 16 << 20
+"""Bytes of a row that are exchanged at once: the cache may have all other memory of the device."""
 
 
 class Slots(Cache):  # type: ignore[misc]
@@ -291,9 +293,11 @@ class TransformersGraphs(DecodeGraphs):
         """Exchange what two rows hold in the cache."""
         with torch.inference_mode():
             for memory in self._slots().memory:
-                held = memory[:, one].clone()
-                memory[:, one].copy_(memory[:, other])
-                memory[:, other].copy_(held)
+                each = max(1, _SWAPPED * self.length // max(1, memory[:, one].nbytes))
+                for here, there in zip(memory[:, one].split(each, 2), memory[:, other].split(each, 2), strict=True):
+                    held = here.clone()
+                    here.copy_(there)
+                    there.copy_(held)
         self._settled()
 
     def _settled(self) -> None:

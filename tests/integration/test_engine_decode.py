@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fer.engines import decode
 from fer.engines.graphs import DEEP, SHALLOW
 from fer.engines.transformers import TransformersEngine
 from fer.errors import OptionError
@@ -169,3 +170,18 @@ def test_a_model_with_windows_decodes_without_graphs(tmp_path: Path) -> None:
     made = engine(path, batch_sizes=(1,))
     assert made.graphs() is None
     assert len(made.generate([1, 5], 4)) <= 4
+
+
+def test_rows_change_places_piece_by_piece(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = engine(folder, batch_sizes=(4,)).graphs()
+    assert graphs is not None
+    graphs.allocate_kv()
+    assert graphs.slots is not None
+    for memory in graphs.slots.memory:
+        with torch.inference_mode():
+            memory.copy_(torch.rand(memory.shape))
+    before = [memory.clone() for memory in graphs.slots.memory]
+    monkeypatch.setattr(decode, "_SWAPPED", before[0][:, 0].nbytes // 5)
+    graphs.swap(1, 3)
+    for memory, held in zip(graphs.slots.memory, before, strict=True):
+        assert torch.equal(memory, held[:, [0, 3, 2, 1]])
