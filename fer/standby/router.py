@@ -118,7 +118,7 @@ class Router:
         self._stalled = stalled
         self._changed, self._less = asyncio.Event(), asyncio.Event()
         self._ending: Target | None = None
-        self._closed = ""
+        self._closed = self._ended = ""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -151,6 +151,12 @@ class Router:
     def close(self, why: str) -> None:
         """Take no more requests. Those that are under way go on."""
         self._closed = why
+
+    def end(self, why: str) -> None:
+        """No engine follows the one that is active: what is still under way when that ends, or waits, is refused."""
+        self._closed = self._ended = why
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def idle(self, limit_s: float) -> bool:
         """Wait until no request is left; whether that came about."""
@@ -223,6 +229,8 @@ class Router:
                         if isinstance(event, wire.Ended):
                             return
             except WorkerGone:
+                if self._ended:
+                    raise _unavailable(self._ended) from None
                 if not target.dismissed:
                     deaths += 1
                     self._give_up(bool(answer.known), deaths)
@@ -244,6 +252,8 @@ class Router:
     async def _target(self, answer: _Answer) -> Target:
         deadline = time.monotonic() + self.limits.wait_s
         while self.active is None:
+            if self._ended:
+                raise _unavailable(self._ended)
             if self._ending is not None and answer.seen and answer.weights == self._ending.weights:
                 return self._ending
             left = deadline - time.monotonic()

@@ -251,6 +251,8 @@ class Service:
                 await self._drain()
         finally:
             asked.cancel()
+            for router in self._routers():
+                router.end("the service ends")
             self._supervisor.stop()
             await running
 
@@ -260,12 +262,14 @@ class Service:
         # Answers of the batch engine are not waited for by name: those that end in the same time do.
         log.info("ending: %d requests are under way", self._router.in_flight)
         limit_s = self._settings.supervisor.drain_s
-        routers = [router for router in (self._router, self._batch) if router is not None]
-        drained = asyncio.ensure_future(asyncio.gather(*(router.idle(limit_s) for router in routers)))
+        drained = asyncio.ensure_future(asyncio.gather(*(router.idle(limit_s) for router in self._routers())))
         again = asyncio.create_task(self._ending.wait())
         await asyncio.wait((drained, again), return_when=asyncio.FIRST_COMPLETED)
         for task in (drained, again):
             task.cancel()
+
+    def _routers(self) -> list[Router]:
+        return [router for router in (self._router, self._batch) if router is not None]
 
     def _stalled(self, target: Target) -> None:
         self._supervisor.stalled(target)

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,22 @@ def test_a_second_sigterm_does_not_wait(start: Start) -> None:
     service.process.terminate()
     assert service.process.wait(LIMIT_S) == 0
     stream.close()
+    assert not others()
+
+
+def test_what_is_cut_off_at_the_end_is_told_so(start: Start) -> None:
+    service = start(drain_s=0.2)
+    service.until("active")
+    stream = service.stream("once", 480).read(5)
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(service.complete, "hang on, this is", 5)
+        wait_until(lambda: service.status()["requests"]["in_flight"] == 2, "both are under way", LIMIT_S)
+        service.process.terminate()
+        assert stream.rest().error["code"] == "engine_unavailable"
+        reply = whole.result(LIMIT_S)
+    assert reply.status == 503 and reply.json["error"]["code"] == "engine_unavailable", reply.body
+    assert service.process.wait(LIMIT_S) == 0
+    assert "Traceback" not in service.log.read_text()
     assert not others()
 
 
