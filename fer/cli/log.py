@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -10,7 +11,8 @@ class _Stderr(logging.Handler):
     """Writes to what ``sys.stderr`` is at that moment: a progress bar takes its place to stay below the text."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # a log that takes nothing more is no reason to stop serving
+            print(self.format(record), file=sys.stderr, flush=True)
 
 
 def log_to_stderr(level: str = "info") -> None:

@@ -63,6 +63,26 @@ def test_too_much_named_is_said_so() -> None:
     assert "name what to evict" in fer("evict").err
 
 
+@pytest.mark.parametrize("reader", ["full", "gone"])
+def test_a_log_that_takes_nothing_more_stops_nothing(reader: str) -> None:
+    code = (
+        "import logging, fer.cli.log as log\nlog.log_to_stderr()\nfor _ in range(3): logging.getLogger('fer').info('')\n"
+        "print('served')"
+    )
+    if reader == "full":
+        log = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, log = os.pipe()
+        os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=log, text=True, timeout=LIMIT_S, check=False
+        )
+    finally:
+        os.close(log)
+    assert (done.stdout, done.returncode) == ("served\n", 0)
+
+
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["status"], ["status", "--json"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_behind_stdout_is_named_without_a_traceback(
