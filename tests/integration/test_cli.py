@@ -66,8 +66,8 @@ def test_too_much_named_is_said_so() -> None:
 @pytest.mark.parametrize("reader", ["full", "gone"])
 def test_a_log_that_takes_nothing_more_stops_nothing(reader: str) -> None:
     code = (
-        "import logging, fer.cli.log as log\nlog.log_to_stderr()\nfor _ in range(3): logging.getLogger('fer').info('')\n"
-        "print('served')"
+        "import logging, fer.cli.log as log\nlog.log_to_stderr()\n"
+        "for _ in range(3): logging.getLogger('fer').info('on')\nprint('served')"
     )
     if reader == "full":
         log = os.open("/dev/full", os.O_WRONLY)
