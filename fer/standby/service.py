@@ -267,6 +267,7 @@ class Service:
         await asyncio.wait((drained, again), return_when=asyncio.FIRST_COMPLETED)
         for task in (drained, again):
             task.cancel()
+        await asyncio.gather(drained, again, return_exceptions=True)
 
     def _routers(self) -> list[Router]:
         return [router for router in (self._router, self._batch) if router is not None]

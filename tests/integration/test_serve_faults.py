@@ -216,6 +216,7 @@ def test_a_second_sigterm_does_not_wait(start: Start) -> None:
     service.until("draining")
     service.process.terminate()
     assert service.process.wait(LIMIT_S) == 0
+    assert "Traceback" not in service.log.read_text()
     stream.close()
     assert not others()
 
