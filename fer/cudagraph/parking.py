@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from fer.cudagraph.plan import Plan
-from fer.errors import OutOfMemory
+from fer.errors import MappingError, OutOfMemory
 from fer.memory.kept import KeptMemory
 
 log = logging.getLogger("fer")
@@ -61,8 +61,10 @@ def unpark(plan: Plan, kept: KeptMemory | None = None) -> bool:
 
     Raises:
         OutOfMemory: there is not enough, and has not come within :data:`FREED_S`; the engine is parked as before.
-        MappingError: what is kept does not fit; as before, too.
+        MappingError: what is kept does not fit, or is another GPU's; the engine is parked, whatever it was before.
     """
+    if kept is not None and kept.gpu != plan.device.uuid:
+        raise MappingError("memory kept for the cache is another GPU's", why=f"{kept.gpu}, not {plan.device.uuid}")
     kv, session = plan.ranges.kv, plan.graphs.session
     if session is not None:
         session.captured = False

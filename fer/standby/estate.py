@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fer.errors import FerError
 from fer.weights.wire import Estate, Process, SlabInfo
+from fer.weights.wire_parts import ESTATE_SLABS
 
 if TYPE_CHECKING:
     from fer.memory.kept import KeptMemory
@@ -120,6 +121,9 @@ class CacheEstate:
         try:
             if memory is None or ledger is None:
                 return tenure.bequeath(None, [])
+            if len(memory.parts) >= ESTATE_SLABS:
+                log.warning("the cache ends with this engine: it has %d parts, too many to pass on", len(memory.parts))
+                return False
             slabs = [SlabInfo(memory.kind, size) for size, _ in memory.parts] + [SlabInfo("host", ledger.size)]
             about = json.dumps(self._engine.cache).encode()
             estate = Estate(gpu=memory.gpu, slabs=slabs, about=about, guardian=self._guardian)

@@ -122,10 +122,6 @@ class Ledger:
         """Rows that hold anything."""
         return np.flatnonzero(self._filled).tolist()
 
-    def clear(self) -> None:
-        """Nothing is held."""
-        self._filled[:] = 0
-
 
 def bytes_for(rows: int, length: int) -> int:
     """Bytes of a ledger."""

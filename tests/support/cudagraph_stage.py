@@ -79,7 +79,7 @@ class Bench:
         self.closed = 0
         self.plan = Plan(
             graphs=self.graphs,
-            device=SimpleNamespace(ordinal=0, room=lambda: SimpleNamespace(free=1 << 30)),  # type: ignore[arg-type]
+            device=SimpleNamespace(ordinal=0, uuid="GPU-1", room=lambda: SimpleNamespace(free=1 << 30)),  # type: ignore[arg-type]
             cuda=None,  # type: ignore[arg-type]
             ranges=pretended_ranges(),
             path=tmp_path / "graphs" / "a.fergraph",

@@ -128,8 +128,9 @@ def test_memory_that_was_kept_takes_the_place_of_its_own(bench: Bench) -> None:
     assert bench.stage.unpark(bench.start, kept) is True
     assert bench.stage.unpark(bench.start, kept) is True
     assert kv(bench).asked[1:] == [("kept", 0), ("rest", 0), ("kept", 0)]
-    with pytest.raises(MappingError):
-        bench.stage.unpark(bench.start, KeptMemory("GPU-1", "cuda", [(3, None)]))  # type: ignore[list-item]
+    for gpu, size in (("GPU-1", 3), ("GPU-2", 8)):
+        with pytest.raises(MappingError):
+            bench.stage.unpark(bench.start, KeptMemory(gpu, "cuda", [(size, None)]))  # type: ignore[list-item]
     bench.stage.unpark(bench.start)
     assert kv(bench).asked[-1] == ("back", 0)
 
