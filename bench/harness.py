@@ -61,22 +61,29 @@ def _read(source: Any, pid: int, timeout: float) -> str:
 
 
 @contextlib.contextmanager
-def private_keeper() -> Iterator[Path]:
-    """A keeper of the benchmark's own, in a temporary runtime directory; stopped at the end."""
+def private_directory() -> Iterator[Path]:
+    """A runtime directory of the benchmark's own; the keeper that came to be there is stopped at the end."""
     from fer.errors import FerError
     from fer.weights.client import KeeperClient
-    from fer.weights.keeper.start import start_keeper
 
     directory = Path(tempfile.mkdtemp(prefix="fer-bench-"))
-    os.chmod(directory, 0o700)
     os.environ["FER_RUNTIME_DIR"] = str(directory)
-    start_keeper(directory)
     try:
         yield directory
     finally:
         with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
             client.stop(force=True)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def private_keeper() -> Iterator[Path]:
+    """The same, with a keeper from the beginning."""
+    from fer.weights.keeper.start import start_keeper
+
+    with private_directory() as directory:
+        start_keeper(directory)
+        yield directory
 
 
 def gpu_used_mib() -> int:

@@ -10,20 +10,14 @@ python -m bench.kept_cache [--runs 5] [--known 4 64 256] [--model FOLDER] [--ser
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
-import shutil
-import signal
-import statistics
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Results, spread
-from bench.serve_cpu import PROMPT, Service, launcher, service
+from bench.harness import Results, private_directory, spread
+from bench.serve_cpu import PROMPT, Service, launcher, medians, service
 
 MORE = 12
 WAYS = {
@@ -35,16 +29,7 @@ WAYS = {
 
 def death(served: Service, known: int, undisturbed: str) -> tuple[float, bool, dict[str, Any]]:
     """Seconds from the kill to the next token, whether the text was the undisturbed one, the service's account."""
-    pid = served.quiet(2)["pid"]
-    stream = served.pieces(known + MORE)
-    text = "".join(next(stream)[1] for _ in range(known))
-    killed = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    came, piece = next(stream)
-    while came < killed:  # was under way when we killed
-        text += piece
-        came, piece = next(stream)
-    text += piece + "".join(more for _, more in stream)
+    text, killed, came = served.cut_off(2, known, known + MORE)
     return came - killed, text == undisturbed, served.status()["last_outage"]
 
 
@@ -59,9 +44,7 @@ def way(results: Results, name: str, model: Path, more: list[str], known: list[i
             results.add(
                 f"{label}: answers that were the undisturbed ones", f"{sum(ok for _, ok, _ in found)} of {runs}"
             )
-            parts = [outage["promotion"] for _, _, outage in found]
-            medians = {part: round(statistics.median(p[part] for p in parts) * 1e3, 1) for part in parts[0]}
-            results.add(f"{label}: median of each part (ms)", medians)
+            results.add(f"{label}: median of each part (ms)", medians([o["promotion"] for _, _, o in found]))
 
 
 def main() -> None:
@@ -74,24 +57,15 @@ def main() -> None:
 
     from fer import paths
     from fer.engines.demo_model import smollm2
-    from fer.errors import FerError
-    from fer.weights.client import KeeperClient
 
     model = arguments.model or smollm2(paths.home())
     results = Results("kept_cache")
     results.add("load average at the beginning", [round(value, 2) for value in os.getloadavg()])
-    directory = Path(tempfile.mkdtemp(prefix="fer-bench-"))
-    os.environ["FER_RUNTIME_DIR"] = str(directory)
     results.add("asked", json.dumps(PROMPT))
-    try:
-        with launcher(model):
-            for name, more in WAYS.items():
-                way(results, name, model, [*arguments.serve, *more], arguments.known, arguments.runs)
-                results.save()
-    finally:
-        with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
-            client.stop(force=True)
-        shutil.rmtree(directory, ignore_errors=True)
+    with private_directory(), launcher(model):
+        for name, more in WAYS.items():
+            way(results, name, model, [*arguments.serve, *more], arguments.known, arguments.runs)
+            results.save()
 
 
 if __name__ == "__main__":

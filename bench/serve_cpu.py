@@ -18,19 +18,17 @@ import http.client
 import json
 import os
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.harness import Results, spread
+from bench.harness import Results, private_directory, spread
 
 WARM, TOKENS, LIMIT_S = 4, 40, 120.0
 PROMPT = "Once upon a time, in a small village by the sea,"
@@ -85,18 +83,22 @@ class Service:
                     raise RuntimeError(found["error"]["message"])
                 yield time.monotonic(), found["choices"][0]["text"]
 
-    def kill(self, engines: int, undisturbed: str) -> tuple[dict[str, Any], float, float]:
-        """One death in the middle of an answer: the status afterwards, when we killed, when the next token came."""
+    def cut_off(self, engines: int, known: int = WARM, tokens: int = TOKENS) -> tuple[str, float, float]:
+        """One death after so many tokens of an answer: its whole text, when we killed, when the next token came."""
         pid = self.quiet(engines)["pid"]
-        stream = self.pieces()
-        text = "".join(next(stream)[1] for _ in range(WARM))
+        stream = self.pieces(tokens)
+        text = "".join(next(stream)[1] for _ in range(known))
         killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         came, piece = next(stream)
         while came < killed:  # was under way when we killed
             text += piece
             came, piece = next(stream)
-        text += piece + "".join(more for _, more in stream)
+        return text + piece + "".join(more for _, more in stream), killed, came
+
+    def kill(self, engines: int, undisturbed: str) -> tuple[dict[str, Any], float, float]:
+        """The same, where the answer must be the undisturbed one: the status afterwards, and both moments."""
+        text, killed, came = self.cut_off(engines)
         if text != undisturbed:
             raise RuntimeError(f"another answer: {text!r} in place of {undisturbed!r}")
         return self.status(), killed, came
@@ -121,6 +123,19 @@ def split(status: dict[str, Any], killed: float, came: float) -> dict[str, float
         parts["active"] = outage["active"]
     parts["first token"] = came - seen - outage["active"]
     return {"whole": came - killed, **parts}
+
+
+def medians(found: list[dict[str, float]]) -> dict[str, float]:
+    """Median milliseconds of each part of several outages, without the whole."""
+    parts = dict.fromkeys(part for run in found for part in run if part != "whole")
+    return {part: round(statistics.median(run.get(part, 0.0) for run in found) * 1e3, 1) for part in parts}
+
+
+def faster(results: Results, found: dict[str, float]) -> None:
+    """Medians of rows beside the plain start's, if that was among them."""
+    if "plain" in found:
+        rest = {name: f"{found['plain'] / value:.1f} times" for name, value in found.items() if name != "plain"}
+        results.add("faster than the plain start, medians", rest)
 
 
 @contextlib.contextmanager
@@ -167,9 +182,8 @@ def _row(results: Results, name: str, model: Path, more: list[str], runs: int) -
         how = served.status()["members"][0]["processes"][0]
     results.add(f"{name}: engine started by", f"{how['via']} ({how['why']})")
     results.add(f"{name}: SIGKILL to next token at the client (ms)", spread([run["whole"] for run in found]))
-    parts = {part: statistics.median(run.get(part, 0.0) for run in found) for run in found for part in run}
     results.add(f"{name}: load average afterwards", round(os.getloadavg()[0], 2))
-    results.add(f"{name}: median of each part (ms)", {part: round(s * 1e3, 1) for part, s in parts.items()})
+    results.add(f"{name}: median of each part (ms)", medians(found))
     return statistics.median(run["whole"] for run in found)
 
 
@@ -183,27 +197,17 @@ def main() -> None:
 
     from fer import paths
     from fer.engines.demo_model import smollm2
-    from fer.errors import FerError
-    from fer.weights.client import KeeperClient
 
     model = arguments.model or smollm2(paths.home())
     results = Results("serve_cpu")
     results.add("load average at the beginning", [round(value, 2) for value in os.getloadavg()])
     results.add("caches", "page cache warm, byte-compiled packages; nothing is compiled")
-    directory = Path(tempfile.mkdtemp(prefix="fer-bench-"))
-    os.environ["FER_RUNTIME_DIR"] = str(directory)
-    medians: dict[str, float] = {}
-    try:
+    found: dict[str, float] = {}
+    with private_directory():
         for name in arguments.rows:
             with launcher(model) if "auto" in ROWS[name][0] else contextlib.nullcontext():
-                medians[name] = _row(results, name, model, arguments.serve, arguments.runs)
-    finally:
-        with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
-            client.stop(force=True)
-        shutil.rmtree(directory, ignore_errors=True)
-    if "plain" in medians:
-        faster = {name: f"{medians['plain'] / value:.1f} times" for name, value in medians.items() if name != "plain"}
-        results.add("faster than the plain start, medians", faster)
+                found[name] = _row(results, name, model, arguments.serve, arguments.runs)
+    faster(results, found)
     results.save()
 
 

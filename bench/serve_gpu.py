@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Results, gpu_used_mib, spread
-from bench.serve_cpu import LIMIT_S, ROWS, WARM, Service, launcher, service
-from bench.standby_cpu import kept, killed
+from bench.harness import Results, gpu_used_mib, private_directory, spread
+from bench.serve_cpu import LIMIT_S, ROWS, WARM, Service, faster, launcher, medians, service
+from bench.standby_cpu import cycles, kept, killed
 
 SIZES = (1, 2, 4, 8, 16, 32)
 LAYERS, HEADS, WIDTH = 36, 8, 128  # of bench.graphs_start's model
@@ -113,9 +113,7 @@ class Bench:
         whole = [run["whole"] for run in found]
         self.medians[name] = statistics.median(whole)
         self.results.add(f"{name}: SIGKILL to next token at the client (ms)", spread(whole))
-        parts = {part: [run.get(part, 0.0) for run in found] for run in found for part in run if part != "whole"}
-        medians = {part: round(statistics.median(values) * 1e3, 1) for part, values in parts.items()}
-        self.results.add(f"{name}: median of each part (ms)", medians)
+        self.results.add(f"{name}: median of each part (ms)", medians(found))
 
     def switches(self, runs: int) -> None:
         """Planned switches in the middle of answers: no request may fail."""
@@ -129,28 +127,13 @@ class Bench:
                     raise RuntimeError(f"another answer: {text!r} in place of {undisturbed!r}")
                 gaps.append(gap)
                 served.quiet(2)
-        self.results.add("planned switch, no request failed: longest gap at a client (ms)", spread(gaps or [0.0]))
+        told = spread(gaps) if gaps else "not run, the time was up"
+        self.results.add("planned switch, no request failed: longest gap at a client (ms)", told)
 
     def cycles(self, count: int) -> None:
         """Deaths one after another; raises where an answer differs or something is left."""
-        done = 0
         with self._service("standby") as served:
-            served.quiet(2)
-            undisturbed = "".join(piece for _, piece in served.pieces())
-            killed(served, 2, undisturbed)  # the first one finds its place
-            served.quiet(2)
-            before = self._held(served)
-            while done < count and time.monotonic() < self._deadline:
-                killed(served, 2, undisturbed)
-                done += 1
-            served.quiet(2)
-            deadline = time.monotonic() + 10.0
-            while (after := self._held(served)) != before and time.monotonic() < deadline:
-                time.sleep(0.2)
-        self.results.add("deaths in a row, every answer the undisturbed one", done)
-        self.results.add("held before and after", {name: [before[name], after[name]] for name in before})
-        if grown := {name: after[name] - before[name] for name in before if after[name] > before[name]}:
-            raise RuntimeError(f"left behind after {done} deaths: {grown}")
+            cycles(self.results, served, count, lambda: self._held(served), self._deadline)
 
     def _held(self, served: Service) -> dict[str, int]:
         return {**kept(served, self.directory), "device memory, steps of 64 MiB": memory_used() // 64}
@@ -223,17 +206,14 @@ def main() -> None:
     parser.add_argument("--steps", nargs="*", default=ORDER)
     arguments = parser.parse_args()
 
-    from fer.errors import FerError
-    from fer.weights.client import KeeperClient
-
     results = Results("serve_gpu")
     begin = time.monotonic()
-    directory, home = (Path(tempfile.mkdtemp(prefix="fer-bench-")) for _ in "ab")
-    os.environ |= {"FER_RUNTIME_DIR": str(directory), "FER_HOME": str(home)}
+    failed = False
     length = length_for(arguments.gib)
     more = ["--device", arguments.device, "--dtype", "bfloat16", "--max-length", str(length)]
     more += ["--batch-sizes", ",".join(map(str, SIZES))]
-    try:
+    with tempfile.TemporaryDirectory(prefix="fer-bench-") as home, private_directory() as directory:
+        os.environ["FER_HOME"] = home
         make(arguments.folder)
         results.add("model made (s)", round(time.monotonic() - begin, 1))
         results.add("cache: rows, positions of each, GiB", [max(SIZES), length, round(cache_gib(length), 2)])
@@ -251,18 +231,12 @@ def main() -> None:
             try:
                 steps[name]()
             except (RuntimeError, OSError, StopIteration) as error:  # the next row may do better
+                failed = True
                 results.add(f"{name}: failed", f"{type(error).__name__}: {error}")
             results.save()
-        if "plain" in bench.medians:
-            rest = {name: value for name, value in bench.medians.items() if name != "plain"}
-            faster = {name: f"{bench.medians['plain'] / value:.1f} times" for name, value in rest.items()}
-            results.add("faster than the plain start, medians", faster)
+        faster(results, bench.medians)
         results.save()
-    finally:
-        with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
-            client.stop(force=True)
-        for each in (directory, home):
-            shutil.rmtree(each, ignore_errors=True)
+    sys.exit(failed)
 
 
 def cache_gib(length: int) -> float:

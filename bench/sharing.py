@@ -21,19 +21,17 @@ import http.client
 import json
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Results, spread
+from bench.harness import Results, private_directory, spread
 from bench.serve_cpu import LIMIT_S, PROMPT, ROWS, Service, launcher, service
 
 TOKENS, WARM = 24, 4
@@ -274,16 +272,12 @@ def main() -> None:
 
     from fer import paths
     from fer.engines.demo_model import smollm2
-    from fer.errors import FerError
-    from fer.weights.client import KeeperClient
 
     model = arguments.model or smollm2(paths.home())
     results = Results("sharing")
     results.add("load average at the beginning", [round(value, 2) for value in os.getloadavg()])
     results.add("caches", "page cache warm, byte-compiled packages; nothing is compiled")
-    directory = Path(tempfile.mkdtemp(prefix="fer-bench-"))
-    os.environ["FER_RUNTIME_DIR"] = str(directory)
-    try:
+    with private_directory() as directory:
         if "batch" in arguments.rows:
             with launcher(model):
                 batch(results, "launcher", model, arguments.serve, arguments.runs)
@@ -293,10 +287,6 @@ def main() -> None:
             with launcher(model):
                 answers = updates(results, models, arguments.serve, arguments.updates)
             restarts(results, models, arguments.serve, answers, arguments.restarts)
-    finally:
-        with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
-            client.stop(force=True)
-        shutil.rmtree(directory, ignore_errors=True)
     results.add("load average at the end", [round(value, 2) for value in os.getloadavg()])
     results.save()
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
-import shutil
 import statistics
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from bench.harness import Results, spread
-from bench.serve_cpu import ROWS, Service, launcher, service, split
+from bench.harness import Results, private_directory, spread
+from bench.serve_cpu import ROWS, Service, faster, launcher, medians, service, split
 
 
 def killed(served: Service, engines: int, undisturbed: str) -> dict[str, float]:
@@ -46,32 +46,42 @@ def row(results: Results, name: str, model: Path, runs: int) -> float:
         found = [killed(served, engines, undisturbed) for _ in range(runs)]
     results.add(f"{name}: SIGKILL to next token at the client (ms)", spread([run["whole"] for run in found]))
     results.add(f"{name}: every run (ms)", [round(run["whole"] * 1e3, 1) for run in found])
-    parts = {part: [run.get(part, 0.0) for run in found] for run in found for part in run if part != "whole"}
-    medians = {part: round(statistics.median(values) * 1e3, 1) for part, values in parts.items()}
-    results.add(f"{name}: median of each part (ms)", medians)
+    results.add(f"{name}: median of each part (ms)", medians(found))
     results.add(f"{name}: load average afterwards", round(os.getloadavg()[0], 2))
     return statistics.median(run["whole"] for run in found)
 
 
-def cycles(results: Results, model: Path, count: int, directory: Path) -> None:
-    """Deaths one after another; raises where an answer differs or something is left."""
-    with service(model, *ROWS["standby"]) as served:
-        served.quiet(2)
-        undisturbed = "".join(piece for _, piece in served.pieces())
-        killed(served, 2, undisturbed)  # the first one finds its place
-        served.quiet(2)
-        before = kept(served, directory)
-        worst = max(killed(served, 2, undisturbed)["whole"] for _ in range(count))
-        served.quiet(2)
-        deadline = time.monotonic() + 10.0
-        while (after := kept(served, directory)) != before and time.monotonic() < deadline:
-            time.sleep(0.2)
-    grown = {name: (before[name], after[name]) for name in before if after[name] > before[name]}
-    if grown:
-        raise RuntimeError(f"left behind after {count} deaths: {grown}")
-    results.add(f"{count} deaths in a row: answers compared, all equal", count)
-    results.add(f"{count} deaths in a row: worst (ms)", round(worst * 1e3, 1))
+def cycles(
+    results: Results, served: Service, count: int, held: Callable[[], dict[str, int]], deadline: float = math.inf
+) -> None:
+    """Deaths one after another, until a moment of :func:`time.monotonic`.
+
+    Args:
+        held: counts of what could be left.
+
+    Raises:
+        RuntimeError: an answer differs, or something is left.
+    """
+    served.quiet(2)
+    undisturbed = "".join(piece for _, piece in served.pieces())
+    killed(served, 2, undisturbed)  # the first one finds its place
+    served.quiet(2)
+    before = held()
+    found: list[float] = []
+    while len(found) < count and time.monotonic() < deadline:
+        found.append(killed(served, 2, undisturbed)["whole"])
+    if not found:
+        results.add("deaths in a row: not run", "the time was up")
+        return
+    served.quiet(2)
+    until = time.monotonic() + 10.0
+    while (after := held()) != before and time.monotonic() < until:
+        time.sleep(0.2)
+    results.add("deaths in a row, every answer the undisturbed one", len(found))
+    results.add("deaths in a row: worst (ms)", round(max(found) * 1e3, 1))
     results.add("held before and after", {name: [before[name], after[name]] for name in before})
+    if grown := {name: after[name] - before[name] for name in before if after[name] > before[name]}:
+        raise RuntimeError(f"left behind after {len(found)} deaths: {grown}")
 
 
 def kept(served: Service, directory: Path) -> dict[str, int]:
@@ -108,34 +118,24 @@ def main() -> None:
 
     from fer import paths
     from fer.engines.demo_model import smollm2
-    from fer.errors import FerError
-    from fer.weights.client import KeeperClient
 
     model = smollm2(paths.home())
     results = Results("standby_cpu")
     results.add("load average at the beginning", [round(value, 2) for value in os.getloadavg()])
     results.add("caches", "page cache warm, byte-compiled packages; nothing is compiled")
-    directory = Path(tempfile.mkdtemp(prefix="fer-bench-"))
-    os.environ["FER_RUNTIME_DIR"] = str(directory)
-    medians: dict[str, float] = {}
-    try:
-        with contextlib.ExitStack() as beside:
-            if "plain" in arguments.rows:
-                medians["plain"] = row(results, "plain", model, arguments.slow_runs)
-            beside.enter_context(launcher(model))
-            if "launcher" in arguments.rows:
-                medians["launcher"] = row(results, "launcher", model, arguments.slow_runs)
-            if "standby" in arguments.rows:
-                medians["standby"] = row(results, "standby", model, arguments.runs)
-            if arguments.cycles:
-                cycles(results, model, arguments.cycles, directory)
-    finally:
-        with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
-            client.stop(force=True)
-        shutil.rmtree(directory, ignore_errors=True)
-    if "plain" in medians:
-        faster = {name: f"{medians['plain'] / value:.1f} times" for name, value in medians.items() if name != "plain"}
-        results.add("faster than the plain start, medians", faster)
+    found: dict[str, float] = {}
+    with private_directory() as directory, contextlib.ExitStack() as beside:
+        if "plain" in arguments.rows:
+            found["plain"] = row(results, "plain", model, arguments.slow_runs)
+        beside.enter_context(launcher(model))
+        if "launcher" in arguments.rows:
+            found["launcher"] = row(results, "launcher", model, arguments.slow_runs)
+        if "standby" in arguments.rows:
+            found["standby"] = row(results, "standby", model, arguments.runs)
+        if arguments.cycles:
+            with service(model, *ROWS["standby"]) as served:
+                cycles(results, served, arguments.cycles, lambda: kept(served, directory))
+    faster(results, found)
     results.save()
 
 

@@ -85,7 +85,7 @@ class Wide(Stage):
 
         Raises:
             OutOfMemory: the engine is parked as before.
-            MappingError: what was kept does not fit; as before, too.
+            MappingError: what was kept does not fit; the engine is to be given other memory.
         """
         start.engine.unpark(*([kept] if kept is not None else []))
         return kept is not None

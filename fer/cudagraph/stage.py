@@ -147,7 +147,7 @@ class CudaGraphStage(Wide):
 
         Raises:
             OutOfMemory: the engine is parked as before.
-            MappingError: what was kept does not fit; as before, too.
+            MappingError: what was kept does not fit; the engine is parked, whatever it was before.
         """
         if self._plan is not None and self._placed:
             return parking.unpark(self._plan, kept)

@@ -22,11 +22,6 @@ class KeptMemory:
     kind: Literal["host", "cuda"]
     parts: list[tuple[int, Fd]]
 
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        return sum(size for size, _ in self.parts)
-
     def close(self) -> None:
         """Close the descriptors."""
         for _, fd in self.parts:

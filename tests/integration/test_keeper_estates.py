@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -68,11 +67,6 @@ class Holder:
         self.child.stdin.write(words + "\n")
         self.child.stdin.flush()
         return read_line(self.child.stdout).strip()
-
-
-@pytest.fixture
-def keeper(children: Children, runtime_dir: Path) -> Iterator[Keeper]:
-    return Keeper(children, runtime_dir)
 
 
 def estates(keeper: Keeper) -> list[int]:

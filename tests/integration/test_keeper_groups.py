@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +12,6 @@ from fer.errors import FerError, LeasesStand, Refused
 from fer.weights.client import KeeperClient, Key
 from tests.support.keeper import Keeper, begin, engine_at, key, publish, read_line, wait_until
 from tests.support.processes import WAIT_S, Children
-
-
-@pytest.fixture
-def keeper(children: Children, runtime_dir: Path) -> Iterator[Keeper]:
-    return Keeper(children, runtime_dir)
 
 
 def rank(number: int, launch: str = "A") -> Key:

@@ -29,11 +29,6 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def keeper(children: Children, runtime_dir: Path) -> Iterator[Keeper]:
-    return Keeper(children, runtime_dir)
-
-
-@pytest.fixture
 def raw(keeper: Keeper) -> Iterator[socket.socket]:
     """A connection without a client behind it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:

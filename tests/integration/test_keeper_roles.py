@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 from tests.support.keeper import Keeper, read_line, wait_until
 from tests.support.processes import WAIT_S, Children, halt
@@ -26,11 +22,6 @@ client = KeeperClient.connect(Path(sys.argv[1]), label="active")
 print(client.acquire_role("active", wait_s=20), flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture
-def keeper(children: Children, runtime_dir: Path) -> Iterator[Keeper]:
-    return Keeper(children, runtime_dir)
 
 
 def test_a_role_has_one_holder(keeper: Keeper) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,11 +58,6 @@ class Holder:
         assert self.child.stdin is not None
         self.child.stdin.write("release\n")
         self.child.stdin.flush()
-
-
-@pytest.fixture
-def keeper(children: Children, runtime_dir: Path) -> Iterator[Keeper]:
-    return Keeper(children, runtime_dir)
 
 
 def holder_of(keeper: Keeper) -> list[int]:

@@ -23,12 +23,6 @@ from tests.support.keeper import PAGE, Keeper, begin, engine_at, key, publish, s
 from tests.support.keeper_manager import Manager
 from tests.support.processes import ROOT, WAIT_S, Children, halt, kill_all_with, kill_and_wait, with_variable
 
-
-@pytest.fixture
-def keeper(children: Children, runtime_dir: Path) -> Iterator[Keeper]:
-    return Keeper(children, runtime_dir)
-
-
 # --- the keeper, killed at every step of every request ---
 
 READING = ["find", "slabs", "status"]  # these store and journal nothing

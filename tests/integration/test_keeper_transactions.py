@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,6 @@ from fer.weights.keeper import offsets
 from fer.weights.keeper.records import PAYLOADS
 from tests.support.keeper import PAGE, Keeper, begin, engine_at, gpu_slab, key, publish, slab, wait_until
 from tests.support.processes import WAIT_S, Children
-
-
-@pytest.fixture
-def keeper(children: Children, runtime_dir: Path) -> Iterator[Keeper]:
-    return Keeper(children, runtime_dir)
 
 
 def test_an_edition_comes_back_as_it_was_given(keeper: Keeper, no_fd_leak: None) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from fer.weights.services import Tenure, hold
 from tests.integration.test_serve_engine import LIMIT_S, Serving, play
 from tests.support import engine_models, serve_models
 from tests.support.keeper import Keeper
-from tests.support.processes import WAIT_S, Children, kill_and_wait
+from tests.support.processes import WAIT_S, kill_and_wait
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -36,11 +35,6 @@ SIZES = ("--batch-sizes", "1,2,4")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = engine_models.llama(tmp_path_factory.mktemp("kept") / "tiny", seed=3, eos_token_id=None)
     return serve_models.add_words(made)
-
-
-@pytest.fixture
-def keeper(children: Children, runtime_dir: Path) -> Iterator[Keeper]:
-    return Keeper(children, runtime_dir)
 
 
 class Engine:
@@ -128,7 +122,7 @@ def _bytes(engine: Engine) -> int:
     kept = engine.recovered.keep()
     assert kept is not None and engine.rows.ledger is not None
     kept.close()
-    return kept.size + engine.rows.ledger.size
+    return sum(size for size, _ in kept.parts) + engine.rows.ledger.size
 
 
 def test_what_an_engine_left_that_failed_is_not_gone_on_with(folder: Path, keeper: Keeper) -> None:

@@ -19,11 +19,6 @@ Start = Callable[..., Service]
 
 
 @pytest.fixture
-def keeper(children: Children, runtime_dir: Path) -> Keeper:
-    return Keeper(children, runtime_dir)
-
-
-@pytest.fixture
 def start(children: Children, tmp_path: Path, keeper: Keeper) -> Start:
     def made(standbys: int = 0, fault: str = "", **asked: Any) -> Service:
         (tmp_path / "fault").write_text(fault)
