@@ -87,8 +87,9 @@ def private_keeper() -> Iterator[Path]:
 
 
 def gpu_used_mib() -> int:
-    """Memory in use on GPU 0 as nvidia-smi reports it, MiB: asked in a process of its own, without a context."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Memory in use on the first visible GPU, as nvidia-smi reports it, MiB: by a process without a context."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    command = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
 
 
