@@ -153,7 +153,7 @@ def audit_pointers(
     tables: Tables, graph: Graph, owners: Owners, oracle: Oracle, *, span: tuple[int, int]
 ) -> tuple[list[Refusal], set[str]]:
     """Reasons that lie in what parameters point to, and the names of the owners they do point into."""
-    words, where = _words(graph)
+    words, where = _words(tables, graph)
     refusals = _counted(graph, _pointers(tables, graph, words, where, owners, oracle, span))
     used = owners.touched(words)
     for child in _children(graph):
@@ -259,27 +259,31 @@ def stray(data: bytes, owners: Owners, oracle: Oracle, *, span: tuple[int, int])
     return next(("host memory" if kind == "host" else "device memory" for kind in kinds if kind), "")
 
 
-def _words(graph: Graph) -> tuple[Array, Array]:
-    """Every eight bytes of every block, at offsets 0 and 4 (packed structures), and where each begins in params."""
-    sizes = graph.nodes["size"].astype(np.int64)
+def _words(tables: Tables, graph: Graph) -> tuple[Array, Array]:
+    """Every eight bytes that may be a pointer, and where each begins in params.
+
+    They are read at offsets 0 and 4 (packed structures), but not across two parameters of a kernel: the half of one
+    and the half of the next make a number that nobody meant, and one in some hundred thousand lies in the arena.
+    """
+    inner = [_places(tables, *row) for row in graph.nodes[["kind", "function", "size"]].tolist()]
+    counts = [len(each) for each in inner]
+    where = np.repeat(graph.starts, counts) + np.concatenate([np.zeros(0, np.int64), *inner])
     padded = np.concatenate([graph.params, np.zeros(8, "<u1")])
-    starts = np.repeat(graph.starts, sizes // 4)
-    inner = np.concatenate([np.zeros(0, np.int64), *(_steps(int(size)) for size in sizes)])
-    where = starts + inner
-    ends = np.repeat(graph.starts + sizes, sizes // 4)
-    where = where[where + 8 <= ends]
     window = np.lib.stride_tricks.sliding_window_view(padded, 8)
     words: Array = np.ascontiguousarray(window[where]).view("<u8").reshape(-1)
     return words, where
 
 
-_known_steps: dict[int, Array] = {}
+def _places(tables: Tables, kind: int, function: int, size: int) -> Array:
+    """Offsets of one node's words in its block."""
+    if kind == KERNEL and function >= 0 and tables.functions[function].layout:
+        return tables.words(function)
+    if size not in _known_places:
+        _known_places[size] = np.arange(0, max(size - 7, 0), 4, dtype=np.int64)
+    return _known_places[size]
 
 
-def _steps(size: int) -> Array:
-    if size not in _known_steps:
-        _known_steps[size] = np.arange(size // 4, dtype=np.int64) * 4
-    return _known_steps[size]
+_known_places: dict[int, Array] = {}
 
 
 def _place(tables: Tables, graph: Graph, offset: int) -> str:

@@ -106,6 +106,8 @@ def capture(
                 made.troubles[size] = _reason(error)
                 torch_private.end_failed_capture(pool, graph)
                 pool = ranges.pool.renew().id if ranges else torch.cuda.graph_pool_handle()
+            else:
+                torch_private.keep_captured(graph, outputs)
             # Nothing has run yet, so that no rank waits for another on its GPU.
             if agree is not None and not agree(size not in made.troubles):
                 made.troubles.setdefault(size, "another rank of this launch could not capture it")

@@ -170,6 +170,7 @@ class Tables:
     _identities: dict[int, bytes] = field(default_factory=dict, repr=False)
     _offsets: dict[int, Array] = field(default_factory=dict, repr=False)
     _written: dict[int, Array] = field(default_factory=dict, repr=False)
+    _words: dict[int, Array] = field(default_factory=dict, repr=False)
 
     def attribute_set(self, value: bytes) -> int:
         """Index of a set of launch attributes, added where it is new."""
@@ -216,6 +217,14 @@ class Tables:
                 mask[offset : offset + size] = 1
             self._written[function] = mask
         return self._written[function]
+
+    def words(self, function: int) -> Array:
+        """Offsets in a function's parameter block at which a pointer may lie: of eight bytes within one parameter."""
+        if function not in self._words:
+            layout = self.functions[function].layout
+            places = [at for start, size in layout for at in range(start, start + size - 7, 4)]
+            self._words[function] = np.array(sorted(places), np.int64)
+        return self._words[function]
 
     def again(self) -> Tables:
         """Tables without graphs over the same everything else, for reading back what was built of these."""

@@ -6,6 +6,7 @@ and a contract test walks that table on every supported torch.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -215,3 +216,14 @@ def end_failed_capture(pool: tuple[int, int], graph: Any) -> None:
     except RuntimeError:  # later releases have done it
         return
     torch._C._cuda_releasePool(device, pool)
+
+
+def keep_captured(graph: Any, outputs: Any) -> None:
+    """Under torch's cudaMallocAsync allocator, keep a captured graph and its outputs to the end of the process.
+
+    There the memory of an output belongs to its graph, until the graph was replayed. Freeing it before, or after the
+    graph is gone, is an error of the driver inside a destructor, and ends the process; that of a module's variables
+    when the interpreter ends is one too. Torch's own allocator has no such end and nothing is kept.
+    """
+    if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((graph, outputs)))

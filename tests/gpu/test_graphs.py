@@ -172,7 +172,7 @@ def test_without_cupti_graphs_are_captured_and_the_reason_said(kept: Kept, distu
 
 def test_without_memory_for_the_pool_the_engine_captures_and_serves(kept: Kept) -> None:
     archive = archives.read(kept.archive)
-    archive.facts["ranges"]["pool"]["used"] = 1 << 40 >> 3  # 128 GiB, beside weights and cache
+    archive.facts["ranges"]["pool"]["used"] = 192 << 30  # bytes, more than such a GPU has
     archives.write(kept.archive, archive)
     state.save(kept.archive, state.State(archives.facts_of(kept.archive)[1], "proven"))
     row = kept.start()
@@ -215,4 +215,6 @@ def test_what_cannot_be_kept_is_refused_by_name() -> None:
 )
 def test_an_archive_of_another_day_replays_bitwise() -> None:
     row = child("fixture")
+    if row.get("elsewhere"):
+        pytest.skip("recorded at the addresses of a host's first GPU, and this is another one")
     assert (row["proven"], row["wrong"], row["died_of"]) == (2, {}, "")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import engine_models, serve_models
+from tests.support.memory_gpu import SLACK
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.timeout(600)
@@ -20,7 +21,7 @@ from fer.engines.transformers import TransformersEngine
 from fer.errors import OutOfMemory
 from fer.orchestrator import recover_for_duty
 folder, parked = sys.argv[1], sys.argv[2] == "parked"
-engine = TransformersEngine(folder, device="cuda:0", dtype="bfloat16", max_length=4096, batch_sizes=[1, 2, 4, 8])
+engine = TransformersEngine(folder, device="cuda:0", dtype="bfloat16", max_length=65536, batch_sizes=[1, 2, 4, 8])
 recovered = recover_for_duty(engine, parked=parked)
 free = lambda: torch.cuda.mem_get_info(0)[0]
 found = {"path": recovered.report.stages["cudagraph"].path, "why": recovered.report.stages["cudagraph"].why}
@@ -54,7 +55,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = engine_models.llama(tmp_path_factory.mktemp("standby") / "tiny", seed=3, eos_token_id=None)
+    made = engine_models.llama(tmp_path_factory.mktemp("standby") / "tiny", seed=3, eos_token_id=None, max_position_embeddings=65536)
     return serve_models.add_tokenizer(made)
 
 
@@ -72,8 +73,9 @@ def test_parked_engines_take_memory_when_they_serve(folder: Path) -> None:
     first = engine(folder, "serving")  # captures, saves, has it proven beside
     found = engine(folder, "parked")
     assert found["refused"] is True, "with too little memory it stays parked"
-    assert found["backed"] >= found["need"]
-    assert found["freed"] >= found["need"]
+    assert found["need"] >= 4 * SLACK
+    assert found["backed"] >= found["need"] - SLACK
+    assert found["freed"] >= found["need"] - SLACK
     assert found["held"]["kv"] == 0, "no slab is left of the start"
     assert found["same"] is True and found["answer"] == first["answer"]
     assert found["session"] == []

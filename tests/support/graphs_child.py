@@ -138,9 +138,14 @@ def hostile() -> None:
 
 
 def fixture() -> None:
-    """The archive in the tests' data, restored and compared here."""
+    """The archive in the tests' data, restored and compared here: at the addresses of a host's first GPU."""
     from fer.cudagraph.proof import Request, run
+    from fer.memory import gpus
+    from fer.memory.device import CudaDevice
 
+    if gpus.arena_index(CudaDevice(0).pci_bus):
+        print(json.dumps({"elsewhere": True}), flush=True)
+        os._exit(0)
     data = Path(__file__).parent.parent / "data" / "h200.fergraph"
     print(json.dumps(run(Request(str(data), 0, "fixture", "", ""))), flush=True)
     os._exit(0)

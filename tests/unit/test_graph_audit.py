@@ -25,17 +25,20 @@ RECORDED = Path(__file__).parent.parent / "data" / "h200.fergraph"
 SPAN = (0x3A7B_0000_0000, 0x3B7B_0000_0000)
 KV = Owner("kv", 0x3A7B_0000_0000, 1 << 20)
 NOWHERE = 0x7F00_0000_0000
+Layout = tuple[tuple[int, int], ...]
 
 
 def oracle(address: int) -> str:
     return {0x7F: "device", 0x7E: "host"}.get(address >> 40, "")
 
 
-def graph_of(kind: int, block: bytes, name: str = "kernel", *, image: int = 0, trouble: str = "") -> Tables:
+def graph_of(
+    kind: int, block: bytes, name: str = "kernel", *, image: int = 0, trouble: str = "", layout: Layout = ()
+) -> Tables:
     nodes = np.zeros(1, NODE)
     nodes["kind"], nodes["size"], nodes["attributes"], nodes["child"] = kind, len(block), -1, -1
     nodes["function"] = 0 if kind == 0 else -1
-    layout = tuple((at, 8) for at in range(0, len(block), 8))
+    layout = layout or tuple((at, 8) for at in range(0, len(block), 8))
     function = Function(name, image, layout, (0,) * FUNCTION_ATTRIBUTES)
     edges = np.zeros(0, [("source", "<u4"), ("target", "<u4"), ("data", "<u8")])
     graph = Graph("decode/8", nodes, edges, np.frombuffer(block, "<u1"))
@@ -77,7 +80,23 @@ def test_an_address_of_the_arena_needs_an_owner() -> None:
 
 def test_packed_structures_are_read_at_half_words_too() -> None:
     block = struct.pack("<IQI", 1, NOWHERE, 2)
-    assert "memory outside the arena" in reasons(graph_of(0, block))[0]
+    assert "memory outside the arena" in reasons(graph_of(0, block, layout=((0, 16),)))[0]
+
+
+@pytest.mark.parametrize("high", [(SPAN[0] >> 32) + 1, (SPAN[1] >> 32) - 1, NOWHERE >> 32])
+def test_the_halves_of_two_parameters_make_no_address(high: int) -> None:
+    # A functor of one byte, then a pointer whose low half is as the high half of an address of the arena: arenas of
+    # other GPUs of a host lie elsewhere, and there is a place in each range at which it comes to that.
+    block = struct.pack("<IB3xQQ", 4096, 1, KV.address + high, KV.address)
+    layout = ((0, 4), (4, 1), (8, 16))
+    assert reasons(graph_of(0, block, layout=layout)) == []
+    assert reasons(graph_of(0, block, layout=((0, 4), (4, 12), (16, 8)))) != [], "within one it counts"
+
+
+def test_a_block_longer_than_its_parameters_is_read_where_they_are() -> None:
+    block = struct.pack("<QQQ", KV.address, NOWHERE, NOWHERE)
+    assert reasons(graph_of(0, block, layout=((0, 8),))) == []
+    assert len(reasons(graph_of(0, block, layout=((0, 16),)))) == 1
 
 
 @pytest.mark.parametrize(
