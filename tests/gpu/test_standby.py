@@ -55,7 +55,9 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = engine_models.llama(tmp_path_factory.mktemp("standby") / "tiny", seed=3, eos_token_id=None, max_position_embeddings=65536)
+    made = engine_models.llama(
+        tmp_path_factory.mktemp("standby") / "tiny", seed=3, eos_token_id=None, max_position_embeddings=65536
+    )
     return serve_models.add_tokenizer(made)
 
 
