@@ -230,6 +230,8 @@ def _pointers(
 ) -> list[str]:
     likely = (words >= _LOWEST) & (words < _HIGHEST) & ~owners.covers(words)
     words, where = words[likely], where[likely]
+    meant = ~_halves(graph, where, owners)
+    words, where = words[meant], where[meant]
     ours = (words >= span[0]) & (words < span[1])
     verdicts: dict[int, str] = {}
     for word in np.unique(words[~ours]).tolist():
@@ -243,6 +245,25 @@ def _pointers(
         verdict = "an address in the arena that nobody owns" if inside else verdicts.get(word, "")
         if verdict:
             found.append(f"{_place(tables, graph, offset)} points to {verdict}")
+    return found
+
+
+def _halves(graph: Graph, where: Array, owners: Owners) -> Array:
+    """Which words of a packed structure are the halves of two: one beside it at its natural place is an owned pointer.
+
+    The same bytes are not two pointers. The low half of one that lies some KiB behind a multiple of 4 GiB looks like
+    the high half of an address of the arena.
+    """
+    blocks = np.searchsorted(graph.starts, where, side="right") - 1
+    begins, sizes = graph.starts[blocks], graph.nodes["size"][blocks].astype(np.int64)
+    odd = (where - begins) % 8 == 4
+    padded = np.concatenate([graph.params, np.zeros(8, "<u1")])
+    window = np.lib.stride_tricks.sliding_window_view(padded, 8)
+    found: Array = np.zeros(len(where), bool)
+    for step in (-4, 4):
+        whole = odd & (where + step + 8 <= begins + sizes)
+        beside = np.ascontiguousarray(window[np.where(whole, where + step, 0)]).view("<u8").reshape(-1)
+        found |= whole & owners.covers(beside)
     return found
 
 

@@ -85,12 +85,24 @@ def test_packed_structures_are_read_at_half_words_too() -> None:
 
 @pytest.mark.parametrize("high", [(SPAN[0] >> 32) + 1, (SPAN[1] >> 32) - 1, NOWHERE >> 32])
 def test_the_halves_of_two_parameters_make_no_address(high: int) -> None:
-    # A functor of one byte, then a pointer whose low half is as the high half of an address of the arena: arenas of
-    # other GPUs of a host lie elsewhere, and there is a place in each range at which it comes to that.
-    block = struct.pack("<IB3xQQ", 4096, 1, KV.address + high, KV.address)
-    layout = ((0, 4), (4, 1), (8, 16))
-    assert reasons(graph_of(0, block, layout=layout)) == []
-    assert reasons(graph_of(0, block, layout=((0, 4), (4, 12), (16, 8)))) != [], "within one it counts"
+    # A functor of one byte, then a number that is as the high half of an address of the arena.
+    block = struct.pack("<IB3xIIQ", 4096, 1, high, 0, KV.address)
+    assert reasons(graph_of(0, block, layout=((0, 4), (4, 1), (8, 4), (12, 4), (16, 8)))) == []
+    assert len(reasons(graph_of(0, block, layout=((0, 4), (4, 12), (16, 8))))) == 1, "within one it counts"
+
+
+@pytest.mark.parametrize("before", [7, KV.address + 8])
+def test_the_halves_of_two_words_of_a_structure_make_no_address(before: int) -> None:
+    near = KV.address + (SPAN[1] >> 32) - 1  # its low half is the high half of an address at the arena's end
+    layout = ((0, 24),)
+    assert reasons(graph_of(0, struct.pack("<QQQ", before, near, 5), layout=layout)) == []
+    packed = struct.pack("<IQIQ", 7, KV.address + (1 << 30), 0, 5)
+    assert "nobody owns" in reasons(graph_of(0, packed, layout=layout))[0], "nothing else explains it"
+
+
+def test_a_pointer_at_its_natural_place_counts_whatever_is_beside_it() -> None:
+    for pair in ((NOWHERE, KV.address), (KV.address, NOWHERE), (KV.address + (1 << 30), KV.address)):
+        assert len(reasons(graph_of(0, struct.pack("<QQ", *pair), layout=((0, 16),)))) == 1
 
 
 def test_a_block_longer_than_its_parameters_is_read_where_they_are() -> None:
