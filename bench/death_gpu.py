@@ -33,6 +33,10 @@ SLACK = 64 << 20
 BESIDE = 30
 """GiB that a victim holds beside, as weights and graphs are: so much that its successor has to wait for its end."""
 
+HIGH = "its pipe under a high number closes"
+PIPES = ("its pipe under a low number closes", HIGH)
+"""A process that dies closes its descriptors one after another, and those of the GPU among them."""
+
 KINDS: dict[str, dict[str, Any]] = {
     "context alone": {"alone": True},
     "idle, nobody waits": {"alone": True, "held": True},
@@ -90,6 +94,8 @@ def victim(asked: dict[str, Any]) -> None:
     """Hold memory, keep the GPU at work if asked, and wait to be killed."""
     from fer.memory import driver
 
+    os.dup2(int(asked["high"]), 900, inheritable=False)
+    os.close(int(asked["high"]))
     memory, count = Memory(), int(asked["gib"]) if asked.get("held") else 0
     with memory.device.current():
         address = 0
@@ -188,9 +194,14 @@ def death(asked: dict[str, Any], ask: Callable[[], int]) -> dict[str, float]:
     kept: list[Any] = []
     started: list[subprocess.Popen[str]] = []
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pipes = {name: os.pipe() for name in PIPES}
     try:
         with ours, theirs:
-            started.append(start("victim", {**asked, "socket": theirs.fileno()}, [theirs.fileno()]))
+            passed = [theirs.fileno(), *(write for _, write in pipes.values())]
+            told = {"socket": theirs.fileno(), "high": pipes[HIGH][1]}
+            started.append(start("victim", {**asked, **told}, passed))
+            for _, write in pipes.values():
+                os.close(write)
             while asked.get("kept") and len(kept) < count:
                 kept += fdpass.receive(ours, 64)[1]
         ready(started[0])
@@ -198,8 +209,10 @@ def death(asked: dict[str, Any], ask: Callable[[], int]) -> dict[str, float]:
             numbers = [fd.fileno() for fd in kept]
             started.append(start("successor", {"gib": count, "descriptors": numbers}, numbers))
             ready(started[1])
-        return kill(*started, base=base, ask=ask)
+        return kill(*started, base=base, ask=ask, pipes={name: read for name, (read, _) in pipes.items()})
     finally:
+        for read, _ in pipes.values():
+            os.close(read)
         for process in started:
             process.kill()
             process.wait()
@@ -209,13 +222,23 @@ def death(asked: dict[str, Any], ask: Callable[[], int]) -> dict[str, float]:
 
 
 def kill(
-    one: subprocess.Popen[str], other: subprocess.Popen[str] | None = None, *, base: int, ask: Callable[[], int]
+    one: subprocess.Popen[str],
+    other: subprocess.Popen[str] | None = None,
+    *,
+    base: int,
+    ask: Callable[[], int],
+    pipes: dict[str, int],
 ) -> dict[str, float]:
     pidfd = os.pidfd_open(one.pid)
     at = time.monotonic()
     os.kill(one.pid, signal.SIGKILL)
-    select.select([pidfd], [], [], LIMIT_S)
-    row = {"the pidfd tells": time.monotonic() - at}
+    row: dict[str, float] = {}
+    waited = {**pipes, "the pidfd tells": pidfd}
+    while waited:
+        ready, _, _ = select.select([*waited.values()], [], [], LIMIT_S)
+        for name in [name for name, fd in waited.items() if fd in ready]:
+            row[name] = time.monotonic() - at
+            del waited[name]
     os.close(pidfd)
     if other is None:
         until(lambda: ask() <= base + SLACK)
@@ -247,11 +270,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gib", type=int, default=60)
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=[*KINDS])
     arguments = parser.parse_args()
     results, ask = Results("death_gpu"), used()
     results.add("memory held and wanted (GiB)", [arguments.gib, "beside it", BESIDE])
-    for name, kind in KINDS.items():
-        asked = {"gib": arguments.gib, **kind}
+    for name in arguments.kinds:
+        asked = {"gib": arguments.gib, **KINDS[name]}
         rows = [death(asked, ask) for _ in range(arguments.runs)]
         for part in rows[0]:
             results.add(f"{name}: {part} (ms)", spread([row[part] for row in rows]))

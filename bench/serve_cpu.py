@@ -111,14 +111,11 @@ def split(status: dict[str, Any], killed: float, came: float) -> dict[str, float
     parts = {"detection": seen - killed}
     if outage["path"] != "standby":
         active = next(member for member in status["members"] if member["role"] == "active")
-        phases = active["recovery"]["phase_s"]
-        interpreter = outage["begun"] - outage["spawned"]
-        parts |= {"teardown, spawn": outage["spawned"], "interpreter": interpreter}
-        parts["imports"] = phases.pop("python") - interpreter
+        phases = {name: seconds for name, seconds in active["recovery"]["phase_s"].items() if name != "python"}
+        parts |= {"teardown, spawn": outage["spawned"], "interpreter": outage["begun"] - outage["spawned"]}
+        parts["imports"] = outage["ready"] - outage["begun"] - sum(phases.values())
         parts |= {f"recover: {name}": seconds for name, seconds in phases.items() if seconds >= 0.001}
-        parts["ready, active"] = (
-            outage["active"] - outage["spawned"] - interpreter - parts["imports"] - sum(phases.values())
-        )
+        parts["promotion"] = outage["active"] - outage["ready"]
     else:
         parts["active"] = outage["active"]
     parts["first token"] = came - seen - outage["active"]

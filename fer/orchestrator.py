@@ -138,16 +138,19 @@ class Recovered:
         self.intact = self.intact and not self._graphs.overwrote(self._start)
 
 
-def recover_for_duty(engine: Engine, options: Options | None = None, *, parked: bool, **overrides: Any) -> Recovered:
+def recover_for_duty(
+    engine: Engine, options: Options | None = None, *, parked: bool, at_once: bool = False, **overrides: Any
+) -> Recovered:
     """Start an engine as :func:`recover` does, to be parked and unparked from then on.
 
     Args:
         parked: let it stand by: it attaches weights, restores graphs and warms up, with next to no memory for a cache.
+        at_once: it will be unparked as soon as it is there: the token that proves it then is its first.
     """
-    start = _start(engine, options, overrides, parked=parked)
+    start, weights = _start(engine, options, overrides, parked=parked)
     report = start.report
     graphs = stages.cudagraph_stage()
-    before = _load_weights(start, graphs)
+    before = _load_weights(start, weights, graphs)
     with report.phase("kv"):
         if parked and not graphs.in_place(start) and not engine.park():
             start = dataclasses.replace(start, parked=False)
@@ -155,9 +158,11 @@ def recover_for_duty(engine: Engine, options: Options | None = None, *, parked: 
             engine.allocate_kv()
     with report.phase("graphs"):
         graphs.run(start)
-        engine.warm_up()
-    with report.phase("server"):
-        engine.first_token()
+        if not at_once:
+            engine.warm_up()
+    if not at_once:
+        with report.phase("server"):
+            engine.first_token()
     report.finish()
     _finish(start, before)
     if start.parked and graphs.in_place(start):
@@ -170,14 +175,17 @@ def preload(engine: Engine, options: Options | None = None, **overrides: Any) ->
 
     Takes and raises the same as :func:`recover`.
     """
-    start = _start(engine, options, overrides)
-    before = _load_weights(start, None, tokenizer=False)
+    start, weights = _start(engine, options, overrides)
+    before = _load_weights(start, weights, None, tokenizer=False)
     start.report.finish()
     _finish(start, before)
     return start.report
 
 
-def _start(engine: Engine, options: Options | None, overrides: dict[str, Any], *, parked: bool = False) -> stages.Start:
+def _start(
+    engine: Engine, options: Options | None, overrides: dict[str, Any], *, parked: bool = False
+) -> tuple[stages.Start, stages.Stage]:
+    """One start, and its weights stage, which has begun."""
     if options is None:
         options = Options.load(**overrides)
     elif overrides:
@@ -185,25 +193,30 @@ def _start(engine: Engine, options: Options | None, overrides: dict[str, Any], *
     if options.given("log"):  # else the level is the application's own business
         logging.getLogger("fer").setLevel(options.log.upper())
     report = Report()
+    start = stages.Start(engine=engine, options=options, report=report, parked=parked)
     # Imports belong to the phase "python", which lasts until the first phase that is named.
-    stages.weights_stage()
+    weights = stages.weights_stage()
+    weights.begin(start)
     engine.import_code()
-    return stages.Start(engine=engine, options=options, report=report, parked=parked)
+    return start, weights
 
 
-def _load_weights(start: stages.Start, graphs: stages.Wide | None, *, tokenizer: bool = True) -> list[stages.Stage]:
+def _load_weights(
+    start: stages.Start, weights: stages.Stage, graphs: stages.Wide | None, *, tokenizer: bool = True
+) -> list[stages.Stage]:
     """The phases up to the weights; the stages that ran before them, which have something to finish."""
     engine, report = start.engine, start.report
-    weights = stages.weights_stage()
     with report.phase("distributed"):
         weights.prepare(start)
         engine.init_distributed()
-    if graphs is not None:
-        with report.phase("graphs"):
-            graphs.prepare(start)
     if tokenizer:
         with report.phase("tokenizer"):
             engine.load_tokenizer()
+    with report.phase("weights"):
+        weights.ahead(start)
+    if graphs is not None:
+        with report.phase("graphs"):
+            graphs.prepare(start)
     with report.phase("kernels"):
         before = stages.before_weights()
         _run(start, before)

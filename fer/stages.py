@@ -41,8 +41,14 @@ class Stage(ABC):
 
     name: str
 
+    def begin(self, start: Start) -> None:
+        """Begin in the background what takes long and waits for nothing; before the engine's code is imported."""
+
     def prepare(self, start: Start) -> None:
         """Take what later phases could take first, such as addresses; before the engine forms its process groups."""
+
+    def ahead(self, start: Start) -> None:
+        """What can be done while that which :meth:`begin` began goes on, and then wait for it."""
 
     @abstractmethod
     def run(self, start: Start) -> None:

@@ -119,6 +119,10 @@ class Engine(ABC):
     def init_distributed(self) -> None:
         """Phase ``distributed``: process groups; afterwards :meth:`identity` knows ranks and launch."""
 
+    def alone(self) -> bool:
+        """Whether :meth:`init_distributed` forms no process groups, so that nothing has to be in place before them."""
+        return False
+
     def agree(self, flag: bool) -> bool:
         """True where every rank of the launch says True. Ranks must take the same path, attach or load."""
         return flag

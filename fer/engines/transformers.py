@@ -189,6 +189,9 @@ class TransformersEngine(Engine):
         if self.tensor_parallel:
             ranks.start(self.device, self.launch)
 
+    def alone(self) -> bool:
+        return not self.tensor_parallel
+
     def agree(self, flag: bool) -> bool:
         return ranks.agree(flag, self.device) if self.tensor_parallel else flag
 

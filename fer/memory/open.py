@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
+from contextlib import suppress
 
-from fer.errors import MappingError, OptionError
+from fer.errors import FerError, MappingError, OptionError
 from fer.memory.base import Backend
 from fer.memory.host import HostBackend
 
@@ -45,3 +47,17 @@ def open_backend(device: str, transport: str = "auto") -> Backend:
         if transport == "vmm":
             raise
         return ipc.open_device(ordinal)
+
+
+def open_ahead(device: str, transport: str = "auto") -> None:
+    """Open a device in the background: the driver takes a quarter of a second for a context, and no processor time.
+
+    Whoever opens it then waits for that, and is told what went wrong.
+    """
+
+    def work() -> None:
+        with suppress(FerError):
+            open_backend(device, transport)
+
+    with suppress(RuntimeError):  # no thread can be had: it is opened when it is needed
+        threading.Thread(target=work, name="fer-device", daemon=True).start()

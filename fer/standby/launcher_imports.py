@@ -23,6 +23,21 @@ DEFAULT = (
     "fer.engines.transformers",
     "fer.standby.duty",
     "fer.standby.model",
+    # What a start imports at the moment it needs it: of no use to who starts no engine, and all of it to who does.
+    "fer.cudagraph.check",
+    "fer.cudagraph.probe",
+    "fer.cudagraph.stage",
+    "fer.engines.cache",
+    "fer.engines.decode",
+    "fer.engines.devices",
+    "fer.kernels.session",
+    "fer.kernels.stage",
+    "fer.memory.cuda",
+    "fer.memory.ipc",
+    "fer.standby.cohort",
+    "fer.standby.ledger",
+    "fer.weights.attach",
+    "cuda.bindings.driver",
 )
 """Where nothing else is asked for; what is not installed is left out. One model, for what all of them share."""
 _LAZY = ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM", "StaticCache")

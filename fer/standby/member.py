@@ -165,5 +165,10 @@ def _recovery(ready: Ready | None) -> dict[str, Any] | None:
     return {
         "total_s": report.get("total_s"),
         "phase_s": report.get("phase_s"),
+        "step_s": {f"{step['parent']}/{step['name']}": _seconds(step) for step in report.get("steps", [])},
         "stages": {stage["name"]: {"path": stage["path"], "why": stage["why"]} for stage in report.get("stages", [])},
     }
+
+
+def _seconds(span: dict[str, Any]) -> float:
+    return round((int(span["end"]) - int(span["start"])) / 1e9, 6)

@@ -86,7 +86,7 @@ def load(arguments: argparse.Namespace, stand: wire.Stand) -> tuple[Model, Recov
     engine.import_code()
     gc.freeze()  # modules live as long as the process: the collector need not visit them again
     with _few_threads() if stand.beside else contextlib.nullcontext():
-        recovered = recover_for_duty(engine, parked=stand.parked)
+        recovered = recover_for_duty(engine, parked=stand.parked, at_once=not stand.beside)
     return TransformersModel(engine), recovered
 
 
@@ -139,13 +139,16 @@ def _log() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     chosen = _arguments(arguments)
     _log()
-    from fer.standby import duty, follow, lead
 
     def made(stand: wire.Stand) -> tuple[Model, Recovered]:
         return load(chosen, stand)
 
     if chosen.world == 1:
+        from fer.standby import duty
+
         duty.run(made, chosen.socket, connect)
+    from fer.standby import follow, lead
+
     if chosen.rank == 0:
         lead.run(made, chosen.socket, connect, chosen.world)
     follow.run(made, chosen.socket, chosen.rank, chosen.world)

@@ -39,15 +39,24 @@ class Published:
     tensors: dict[str, torch.Tensor]
 
 
+def skeleton_of(engine: Engine, report: Report) -> nn.Module:
+    """An engine's empty module, whose tensors have shapes and no memory. Raises what :meth:`Engine.build` raises."""
+    with report.step("skeleton"), torch.device("meta"), WithoutDrawing():
+        return engine.build()
+
+
 class Workshop:
     """The backends of one engine, and the two ways an edition and a module meet.
+
+    Args:
+        skeleton: the engine's empty module, where it was built already.
 
     Attributes:
         backend: memory of the engine's own device.
     """
 
-    def __init__(self, engine: Engine, options: Options, report: Report) -> None:
-        self._engine, self._options, self._report = engine, options, report
+    def __init__(self, engine: Engine, options: Options, report: Report, skeleton: nn.Module | None = None) -> None:
+        self._engine, self._options, self._report, self._built = engine, options, report, skeleton
         with report.step("open device"):
             self.backend = open_backend(engine.device, options.transport)
         host = self.backend if self.backend.kind == "host" else open_backend("cpu")
@@ -55,8 +64,9 @@ class Workshop:
         self._by_kind: dict[str, Backend] = {host.kind: host, self.backend.kind: self.backend}
 
     def _skeleton(self) -> nn.Module:
-        with self._report.step("skeleton"), torch.device("meta"), WithoutDrawing():
-            return self._engine.build()
+        """A new empty module: one that was bound in vain is bound no further."""
+        built, self._built = self._built, None
+        return built if built is not None else skeleton_of(self._engine, self._report)
 
     def attach_edition(self, client: KeeperClient, edition: str) -> attach.Attached:
         """Lease an edition and bind a new module to it.

@@ -24,12 +24,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fer.errors import CheckpointError, FerBug, FerError, KeeperError, MemoryFault, Miss, PublishRefused, WaitTimeout
-from fer.memory.open import open_backend
+from fer.memory.open import open_ahead, open_backend
 from fer.stages import Stage
 from fer.weights import checkpoint, quantization, room
 from fer.weights.background import Digests
 from fer.weights.connect import connect, ends_with_us
-from fer.weights.edition import Published, Workshop
+from fer.weights.edition import Published, Workshop, skeleton_of
 from fer.weights.lookup import Lookup
 from fer.weights.pauses import without_gc
 from fer.weights.votes import together
@@ -50,18 +50,32 @@ class WeightsStage(Stage):
 
     name = "weights"
 
-    def prepare(self, start: Start) -> None:
-        """Make the device's context and reserve its addresses, before communicators map memory of their own.
+    def __init__(self) -> None:
+        self._skeleton: nn.Module | None = None
+
+    def begin(self, start: Start) -> None:
+        """Make the device's context and reserve its addresses, beside the imports.
 
         What goes wrong here is told when the device is opened for use.
         """
-        options, device = start.options, start.engine.device
-        if not options.weights or options.mode == "off" or device == "cpu":
+        if _opens_early(start):
+            open_ahead(start.engine.device, start.options.transport)
+
+    def prepare(self, start: Start) -> None:
+        """The same, to its end, before communicators map memory of their own."""
+        if _opens_early(start) and not start.engine.alone():
+            _wait_for_device(start)
+
+    def ahead(self, start: Start) -> None:
+        """The empty module, while the device is being opened: a start that attaches has use for it."""
+        if not _opens_early(start) or not start.engine.alone():
             return
-        if ":" not in device and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return  # which card is this rank's is not settled yet
-        with suppress(FerError), start.report.step("open device"):
-            open_backend(device, options.transport)
+        with start.report.step("identity"):
+            identity = start.engine.identity()
+        quantization.check(identity.quantization, identity.quantization_config)
+        with suppress(Exception), without_gc():  # what is wrong is told when it is built for use
+            self._skeleton = skeleton_of(start.engine, start.report)
+        _wait_for_device(start)
 
     def run(self, start: Start) -> None:
         """Leave the engine with its module, attached or loaded."""
@@ -84,7 +98,8 @@ class WeightsStage(Stage):
         assert client is not None
         kept = False
         try:
-            workshop, why = _open(start)
+            workshop, why = _open(start, self._skeleton)
+            self._skeleton = None
             if not engine.agree(workshop is not None):
                 _load_unkept(start, why or "another rank of this launch cannot open its device for FER")
                 return
@@ -100,10 +115,23 @@ class WeightsStage(Stage):
                 client.close()
 
 
-def _open(start: Start) -> tuple[Workshop | None, str]:
+def _opens_early(start: Start) -> bool:
+    options, device = start.options, start.engine.device
+    if not options.weights or options.mode == "off" or device == "cpu":
+        return False
+    # Else which card is this rank's is not settled yet.
+    return ":" in device or int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+
+def _wait_for_device(start: Start) -> None:
+    with suppress(FerError), start.report.step("open device"):
+        open_backend(start.engine.device, start.options.transport)
+
+
+def _open(start: Start, skeleton: nn.Module | None) -> tuple[Workshop | None, str]:
     """The engine's device, opened for slabs; or None and why that cannot be (no driver bindings, no sharing)."""
     try:
-        return Workshop(start.engine, start.options, start.report), ""
+        return Workshop(start.engine, start.options, start.report, skeleton), ""
     except MemoryFault as error:
         log.warning("the device cannot be opened for kept weights: %s", error)
         return None, str(error)
