@@ -108,16 +108,17 @@ def split(status: dict[str, Any], killed: float, came: float) -> dict[str, float
     """Seconds of each part of an outage, one after another, and of the whole."""
     outage = status["last_outage"]
     seen = outage["died_ns"] / 1e9
-    parts = {"detection": seen - killed}
-    if outage["path"] != "standby":
+    if outage["path"] == "standby":
+        parts = {"detection": seen - killed, "active": outage["active"]}
+    else:
         active = next(member for member in status["members"] if member["role"] == "active")
         phases = {name: seconds for name, seconds in active["recovery"]["phase_s"].items() if name != "python"}
-        parts |= {"teardown, spawn": outage["spawned"], "interpreter": outage["begun"] - outage["spawned"]}
+        # The next engine is begun at the first sign of the death, while the kernel takes the process apart.
+        parts = {"until it is spawned": seen + outage["spawned"] - killed}
+        parts["interpreter"] = outage["begun"] - outage["spawned"]
         parts["imports"] = outage["ready"] - outage["begun"] - sum(phases.values())
         parts |= {f"recover: {name}": seconds for name, seconds in phases.items() if seconds >= 0.001}
         parts["promotion"] = outage["active"] - outage["ready"]
-    else:
-        parts["active"] = outage["active"]
     parts["first token"] = came - seen - outage["active"]
     return {"whole": came - killed, **parts}
 

@@ -48,7 +48,7 @@ class Stage(ABC):
         """Take what later phases could take first, such as addresses; before the engine forms its process groups."""
 
     def ahead(self, start: Start) -> None:
-        """What can be done while that which :meth:`begin` began goes on, and then wait for it."""
+        """What can be done while that which :meth:`begin` began goes on."""
 
     @abstractmethod
     def run(self, start: Start) -> None:

@@ -2,42 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import time
-from collections.abc import Callable
+import threading
+from concurrent.futures import Future
 from typing import Final
 
 from fer.cudagraph.plan import Plan
-from fer.errors import MappingError, OutOfMemory
+from fer.errors import MappingError
 from fer.memory.kept import KeptMemory
+from fer.memory.patience import patiently
 
 log = logging.getLogger("fer")
 
 CHUNK: Final = 1 << 30
 """Bytes of one allocation of a cache's memory."""
 
-FREED_S: Final = 1.0
-"""Seconds after a process's end in which a driver may still be giving its memory back."""
-
 
 def fill(plan: Plan) -> None:
     """Before an engine that is to serve allocates its cache: memory for all of it.
 
     Raises:
-        OutOfMemory: there is not enough, and has not come within :data:`FREED_S`.
+        OutOfMemory: there is not enough, and none came within :data:`~fer.memory.patience.FREED_S`.
         MappingError, DriverError: as :meth:`~fer.memory.ranges.NamedRange.map`.
     """
     patiently(lambda: plan.ranges.kv.map(plan.graphs.kv_bytes(), chunk=CHUNK))
+
+
+def begin_ahead(plan: Plan) -> None:
+    """:func:`begin`'s driver calls beside what the start does next; it then waits for them."""
+    made: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            _alias(plan)
+            made.set_result(None)
+        except BaseException as error:
+            made.set_exception(error)
+
+    with contextlib.suppress(RuntimeError):  # no thread can be had: it is done when it is needed
+        threading.Thread(target=work, name="fer-slab", daemon=True).start()
+        plan.slab = made
 
 
 def begin(plan: Plan) -> None:
     """Before the engine allocates its cache: one slab over and over, and nothing is saved of graphs over that.
 
     Raises:
-        OutOfMemory, MappingError, DriverError: as :meth:`~fer.memory.ranges.NamedRange.map_over_and_over`.
+        OutOfMemory: there is not enough, and none came within :data:`~fer.memory.patience.FREED_S`.
+        MappingError, DriverError: as :meth:`~fer.memory.ranges.NamedRange.map_over_and_over`.
     """
-    plan.ranges.kv.map_over_and_over(plan.graphs.kv_bytes(), slab(plan))
+    if plan.slab is not None:
+        plan.slab.result()
+    else:
+        _alias(plan)
     plan.unsaved = plan.unsaved or "the engine stands by, with no memory for its cache"
+
+
+def _alias(plan: Plan) -> None:
+    patiently(lambda: plan.ranges.kv.map_over_and_over(plan.graphs.kv_bytes(), slab(plan)))
 
 
 def park(plan: Plan) -> None:
@@ -60,7 +83,8 @@ def unpark(plan: Plan, kept: KeptMemory | None = None) -> bool:
         Whether what was kept still holds what it held: not where graphs had to be captured over it.
 
     Raises:
-        OutOfMemory: there is not enough, and has not come within :data:`FREED_S`; the engine is parked as before.
+        OutOfMemory: there is not enough, and none came within :data:`~fer.memory.patience.FREED_S`;
+            the engine is parked as before.
         MappingError: what is kept does not fit, or is another GPU's; the engine is parked, whatever it was before.
     """
     if kept is not None and kept.gpu != plan.device.uuid:
@@ -84,18 +108,6 @@ def unpark(plan: Plan, kept: KeptMemory | None = None) -> bool:
 def keep(plan: Plan) -> KeptMemory:
     """The cache's memory, for an engine after this one. Raises MappingError, DriverError."""
     return KeptMemory(plan.device.uuid, "cuda", plan.ranges.kv.export())
-
-
-def patiently(take: Callable[[], None]) -> None:
-    """Take memory, again and again for :data:`FREED_S` where it lacks. Raises OutOfMemory: it still does."""
-    deadline = time.monotonic() + FREED_S
-    while True:
-        try:
-            return take()
-        except OutOfMemory:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.005)
 
 
 def slab(plan: Plan) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -23,7 +24,8 @@ from fer.environment import driver_environment, package_version, probe
 from fer.errors import FerError, GraphRefused, MappingError
 from fer.fingerprint import Fingerprint
 from fer.memory import ranges as memory
-from fer.memory.device import CudaDevice, current_ordinal
+from fer.memory.device import CudaDevice, DeviceFacts, current_ordinal
+from fer.memory.patience import patiently
 from fer.paths import check_private
 
 if TYPE_CHECKING:
@@ -43,34 +45,45 @@ VARIABLES: Final = ("CUBLAS_", "CUBLASLT_", "CUDNN_", "TORCH_", "TRITON_", "NVID
 _SWITCHES: Final = ("TORCH_LOGS", "TORCH_SHOW_", "TORCH_CPP_LOG", "TRITON_CACHE_DIR", "TORCH_HOME", "TORCH_EXTENSIONS")
 
 
-@dataclass
-class Plan:
-    """What a start does about its graphs.
+@dataclass(kw_only=True)
+class Choice:
+    """Which archive a start uses, if any. Made before the device has a context.
 
     Attributes:
         archive: what is being restored; None where graphs are captured.
         why: why nothing is restored, ``""`` where it is.
         unsaved: why what is captured cannot be saved, ``""`` where it can.
         unproven: the archive at hand would fit, but its proof has to be made first: again, in this start.
-        ready: graphs restored so far.
         checkpoint: names the weights' content, see :func:`checkpoint_name`.
     """
 
     graphs: DecodeGraphs
-    device: CudaDevice
-    cuda: Cuda
-    ranges: Ranges
     path: Path
     fingerprint: Fingerprint
     archive: Archive | None = None
     state: state.State | None = None
     why: str = ""
     unsaved: str = ""
+    unproven: bool = False
+    checkpoint: str = ""
+
+
+@dataclass(kw_only=True)
+class Plan(Choice):
+    """What a start does about its graphs.
+
+    Attributes:
+        ready: graphs restored so far.
+        slab: done when a slab stands for the cache, where that was begun ahead of the weights.
+    """
+
+    device: CudaDevice
+    cuda: Cuda
+    ranges: Ranges
     recorder: Recorder | None = None
     restorer: Restorer | None = None
-    unproven: bool = False
     ready: Outlet = field(default_factory=Outlet)
-    checkpoint: str = ""
+    slab: Future[None] | None = None
 
     def close_recorder(self) -> None:
         """Give CUPTI back."""
@@ -94,24 +107,30 @@ def make(start: Start, graphs: DecodeGraphs) -> Plan:
     ordinal = _ordinal(start.engine.device)
     if (os.getpid(), ordinal) in _taken:
         raise MappingError("another engine in this process has its graphs at these addresses")
+    # All of this while the device's context is being made beside.
+    choice = _look(start, graphs, DeviceFacts(ordinal))
     device = CudaDevice(ordinal)
     ranges = memory.reserve(device)
     _taken.add((os.getpid(), ordinal))
-    identity = start.engine.identity()
-    found = describe(start, graphs, ranges, device)
+    return Plan(device=device, cuda=open_cuda(), ranges=ranges, **vars(choice))
+
+
+def _look(start: Start, graphs: DecodeGraphs, device: DeviceFacts) -> Choice:
+    identity, span = start.engine.identity(), memory.span_of(device)
+    found = describe(start, graphs, span, device)
     path = store.path_for(
         start.options.home,
         model=f"{identity.engine} {identity.model}",
         rank=found.rank_key,
         device=device.name,
-        place=ranges.span[0],
+        place=span[0],
     )
-    plan = Plan(graphs, device, open_cuda(), ranges, path, found, checkpoint=checkpoint_name(start))
-    _choose(plan)
-    return plan
+    choice = Choice(graphs=graphs, path=path, fingerprint=found, checkpoint=checkpoint_name(start))
+    _choose(choice)
+    return choice
 
 
-def describe(start: Start, graphs: DecodeGraphs, ranges: Ranges, device: CudaDevice) -> Fingerprint:
+def describe(start: Start, graphs: DecodeGraphs, span: tuple[int, int], device: DeviceFacts) -> Fingerprint:
     """All that must be the same: the weights' fingerprint, and what decides graphs beyond it. Not in it: any value.
 
     Asks the driver, not torch, for the GPU: torch's CUDA libraries load their modules when torch sets itself up, and
@@ -124,7 +143,7 @@ def describe(start: Start, graphs: DecodeGraphs, ranges: Ranges, device: CudaDev
         "batch_sizes": list(graphs.batch_sizes),
         "warm_ups": graphs.warm_ups,
         "kv": dict(graphs.layout()),
-        "span": list(ranges.span),
+        "span": list(span),
         "multiprocessors": device.attribute("MULTIPROCESSOR_COUNT"),
         "libraries": {name: package_version(name) for name in KERNEL_LIBRARIES},
         "variables": {
@@ -186,7 +205,7 @@ def _switches() -> Mapping[str, object]:
     }
 
 
-def _choose(plan: Plan) -> None:
+def _choose(plan: Choice) -> None:
     """Set ``archive`` and ``state``, or ``why`` not."""
     if plan.fingerprint.unknown:
         plan.why = plan.unsaved = "; ".join(plan.fingerprint.unknown)
@@ -232,7 +251,8 @@ def begin(plan: Plan) -> None:
         plan.cuda = open_cuda(restoring=True)
         try:
             with plan.device.current():
-                place(plan.archive, plan.cuda, plan.ranges)
+                archive, cuda, ranges = plan.archive, plan.cuda, plan.ranges
+                patiently(lambda: place(archive, cuda, ranges))
         except FerError as error:
             plan.archive, plan.why = None, str(error)
             plan.unsaved = "memory for the recorded pool could not be had"

@@ -16,11 +16,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from fer import __version__
-from fer.cudagraph import parking, state
+from fer.cudagraph import beside, parking, state
 from fer.cudagraph import plan as planning
 from fer.cudagraph.check import NO_MEMORY
 from fer.cudagraph.outcome import Outcome, figures, first_reasons, left, say, seconds, usable
@@ -29,6 +29,7 @@ from fer.cudagraph.restore import touched
 from fer.cudagraph.save import name_of
 from fer.cudagraph.session import Session, moved, owners_of
 from fer.errors import DriverError, FerError, MappingError, OutOfMemory
+from fer.memory.patience import patiently
 from fer.paths import ensure_private
 from fer.stages import Start, Wide
 
@@ -84,6 +85,7 @@ class CudaGraphStage(Wide):
             if plan is not None:
                 try:
                     planning.begin(plan)
+                    beside.begin(start, plan)
                 except Exception as error:  # as above; what an archive says may be anything, too
                     log.exception("the graphs' stage failed before the weights")
                     self._give_up(_bug(error))
@@ -152,7 +154,7 @@ class CudaGraphStage(Wide):
         if self._plan is not None and self._placed:
             return parking.unpark(self._plan, kept)
         if start.engine.device.startswith("cuda"):
-            parking.patiently(start.engine.unpark)
+            patiently(start.engine.unpark)
             intact = False
         else:
             intact = super().unpark(start, kept)
@@ -167,7 +169,7 @@ class CudaGraphStage(Wide):
         """Capture graphs over a cache that has new addresses."""
         graphs = self._graphs
         if graphs is not None and (self._plan is None or not self._placed):
-            with _on(start.engine.device):
+            with beside.on(start.engine.device):
                 self._capture(start, graphs, graphs.batch_sizes, None, keep=False)
 
     def run(self, start: Start) -> None:
@@ -179,7 +181,7 @@ class CudaGraphStage(Wide):
         elif self._graphs is None:
             start.report.stage(self.name, path="absent", why="the engine describes no graphs; its own path")
         else:
-            with _on(start.engine.device):
+            with beside.on(start.engine.device):
                 self._provide(start)
 
     def _provide(self, start: Start) -> None:
@@ -227,6 +229,8 @@ class CudaGraphStage(Wide):
             restorer.cancel()
         # Ranks must have the same graphs, and a complete check needs all of them; else the first few are enough.
         patient = useless or start.options.verify == "full" or not _alone(start)
+        if _alone(start):
+            beside.first_prompt(start)
         with start.report.step("wait for graphs"):
             in_time = restorer.wait(_WAIT_S, count=None if patient else FIRST)
             if in_time and not patient and not usable(plan, gone) and start.options.verify != "off":
@@ -477,13 +481,6 @@ def _bug(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [repr(error)])[0]
-
-
-def _on(device: str) -> AbstractContextManager[object]:
-    """The engine's GPU as torch's current one: streams and generators are asked for without naming a device."""
-    import torch
-
-    return torch.cuda.device(device) if torch.cuda.is_available() else nullcontext()
 
 
 def _alone(start: Start) -> bool:

@@ -137,6 +137,18 @@ class Engine(ABC):
         """
         return None
 
+    def wake_libraries(self) -> None:
+        """Have libraries make what they make when the device is used first: handles, workspaces, modules of kernels.
+
+        Called in a thread of its own while weights are attached, in starts that record no modules. May do nothing.
+        """
+
+    def first_prompt(self) -> None:
+        """Take a prompt without graphs, for the same reason, while those are restored. May do nothing.
+
+        Called when weights and cache are there, and before :meth:`warm_up`; of several ranks, by none.
+        """
+
     def warm_up(self) -> None:
         """Phase ``graphs``, after the cudagraph stage."""
 

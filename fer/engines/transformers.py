@@ -272,6 +272,18 @@ class TransformersEngine(Engine):
         itemsize = getattr(torch, self.identity().dtype).itemsize
         return cache.cache_bytes(config, rows, self.max_length, itemsize, self.identity().ranks.tp_size)
 
+    def wake_libraries(self) -> None:
+        device, dtype = torch.device(self.device), getattr(torch, self.identity().dtype)
+        if device.type == "cuda":
+            with torch.cuda.device(device), torch.inference_mode():
+                row = torch.ones(1, 64, dtype=dtype, device=device)
+                nn.functional.silu(row @ row.T).argmax().item()
+
+    def first_prompt(self) -> None:
+        decode = self.graphs()
+        if decode is not None:
+            decode.prompt(0, [self.any_token()])
+
     def warm_up(self) -> None:
         """Run the decode path once, so that the first answer pays for no lazy initialisation or compilation."""
         list(self.stream([self.any_token()], max_new_tokens=2, stop=False))

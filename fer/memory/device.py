@@ -17,11 +17,8 @@ from fer.memory.base import Room
 _log = logging.getLogger("fer.memory")
 
 
-class CudaDevice:
-    """A device and its primary context, the one torch uses, whether or not torch has begun to.
-
-    The context is retained for the life of the process: giving it back could destroy it under a library that uses
-    it without retaining it.
+class DeviceFacts:
+    """What the driver says of a device; no context is made for it.
 
     Attributes:
         ordinal: CUDA's number of the device in this process; torch's too.
@@ -36,22 +33,36 @@ class CudaDevice:
     def __init__(self, ordinal: int) -> None:
         driver.call("cuInit", 0)
         self.ordinal = ordinal
-        self.pid = os.getpid()
         self._device = driver.call("cuDeviceGet", ordinal)
         self.name = _text(driver.call("cuDeviceGetName", 256, self._device))
         self.pci_bus = _text(driver.call("cuDeviceGetPCIBusId", 32, self._device)).lower()
         self.uuid = _uuid(self._device, self.name)
+
+    def attribute(self, name: str) -> int:
+        """A device attribute by the name of its enumerator, without ``CU_DEVICE_ATTRIBUTE_``."""
+        kind = getattr(driver.bindings().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(driver.call("cuDeviceGetAttribute", kind, self._device))
+
+
+class CudaDevice(DeviceFacts):
+    """A device and its primary context, the one torch uses, whether or not torch has begun to.
+
+    The context is retained for the life of the process: giving it back could destroy it under a library that uses
+    it without retaining it.
+
+    Raises:
+        DriverError: as :class:`DeviceFacts`; or there is no memory for a context.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(ordinal)
+        self.pid = os.getpid()
         self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
 
     @property
     def context(self) -> int:
         """The ``CUcontext`` as a number, for calls that take it so."""
         return int(self._context)
-
-    def attribute(self, name: str) -> int:
-        """A device attribute by the name of its enumerator, without ``CU_DEVICE_ATTRIBUTE_``."""
-        kind = getattr(driver.bindings().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(driver.call("cuDeviceGetAttribute", kind, self._device))
 
     @contextmanager
     def current(self) -> Iterator[None]:

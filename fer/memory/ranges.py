@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from fer.errors import DriverError, MappingError, OutOfMemory
 from fer.memory import arena, driver, gpus
-from fer.memory.device import CudaDevice
+from fer.memory.device import CudaDevice, DeviceFacts
 from fer.memory.fd import Fd
 from fer.memory.stub import BumpAllocator
 from fer.memory.vmm import Vmm, require_sharing
@@ -159,7 +159,7 @@ class NamedRange:
         """Map ``size`` bytes of addresses to one slab again and again: for a process that proves and serves nothing.
 
         Raises:
-            OutOfMemory: the device has not one slab.
+            OutOfMemory: the device has not one slab; nothing stays mapped.
         """
         granule = arena_granule(self.vmm, self.device)
         size, slab = -(-size // granule) * granule, -(-slab // granule) * granule
@@ -169,12 +169,16 @@ class NamedRange:
             whole = self._create(min(slab, size), size)
             end = self.address + size
             at = self.address
-            while at < end:
-                length = min(slab, end - at)
-                handle = whole if length == min(slab, size) else self._create(length, length)
-                driver.call("cuMemMap", at, length, 0, handle, 0)
-                self._aliases.append(_Chunk(at, length, handle))
-                at += length
+            try:
+                while at < end:
+                    length = min(slab, end - at)
+                    handle = whole if length == min(slab, size) else self._create(length, length)
+                    driver.call("cuMemMap", at, length, 0, handle, 0)
+                    self._aliases.append(_Chunk(at, length, handle))
+                    at += length
+            except BaseException:
+                self._unmap_aliases()
+                raise
             self._allow(self.address, size)
             driver.call("cuMemsetD8", self.address, 0, min(slab, size))
             self.device.synchronize()
@@ -364,7 +368,6 @@ def reserve(device: CudaDevice) -> Ranges:
     require_sharing(device)
     vmm = Vmm()
     index = gpus.arena_index(device.pci_bus)
-    base = arena.address_of(index)
     made: dict[str, NamedRange] = {}
     with device.current(), ExitStack() as undo:
         for name, part in NAMES.items():
@@ -382,7 +385,13 @@ def reserve(device: CudaDevice) -> Ranges:
                 name=name, address=where, size=part.size, device=device, vmm=vmm, allocator=allocator
             )
         undo.pop_all()
-    return Ranges(device=device, span=(base, base + arena.SPAN), **made)
+    return Ranges(device=device, span=span_of(device), **made)
+
+
+def span_of(device: DeviceFacts) -> tuple[int, int]:
+    """First address, and the one behind the last, of a device's part of the arena."""
+    base = arena.address_of(gpus.arena_index(device.pci_bus))
+    return base, base + arena.SPAN
 
 
 def arena_granule(vmm: Vmm, device: CudaDevice) -> int:

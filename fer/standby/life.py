@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fer.errors import EngineDied, FerError
 from fer.standby import wire
-from fer.standby.member import STABLE_S, Member
+from fer.standby.member import STABLE_S, Begun, Member
 from fer.standby.process import Command, Process, Spawn
 from fer.standby.rankgroup import Limits, RankGroup, explain
 from fer.standby.router import Target
@@ -65,6 +65,7 @@ class Lives:
         *,
         ready: Callable[[], None],
         leave: Callable[[Process | None], None],
+        early: Callable[[], wire.Stand | None] = lambda: None,
     ) -> bool:
         """One engine, until it ends or ``member.stop`` is set and it has been ended.
 
@@ -72,22 +73,23 @@ class Lives:
             commands, stand: what is started, and how it is to stand by.
             ready: called when it is ready; its member has a target from then on.
             leave: called when it is gone or is to go, with the process that died, None where none did.
+            early: called when it is dying, but not gone: how its successor is to stand by, if that may begin meanwhile.
 
         Returns:
             whether it was of use: it answered, or was ready for a while.
         """
         version = member.version
         self.restarts += member.starts > 0 and not member.ordered
-        member.begin(parked=stand.parked)
-        path = self._folder / f"{member.name}-{member.starts}.sock"
-        group = member.group = RankGroup(commands(path), self._spawn, self._limits.end, stand)
+        begun = await self._begun_early(member) or self._begin(member, commands, stand)
+        path, group = begun.path, begun.group
+        member.begin(parked=group.stand is not None and group.stand.parked)
+        member.group = group
         self._tell()
         ready_at, target = 0.0, None
         died: Process | None = None
         try:
-            weights = await asyncio.to_thread(version.weights)
             try:
-                await group.start()
+                weights = await begun.started
             except (OSError, FerError) as error:
                 member.broken = error if isinstance(error, FerError) else None
                 self.failed(member, str(error))
@@ -103,7 +105,7 @@ class Lives:
                 target = member.target = Target(member.name, path, weights=weights if weights and same else path.name)
                 ready_at = time.monotonic()
                 ready()
-                died = await member.until_stop(group.death())
+                died = await member.until_stop(self._death(member, group, commands, early))
         finally:
             leave(died)
             lived_s = time.monotonic() - ready_at if ready_at else 0.0
@@ -116,6 +118,51 @@ class Lives:
             path.unlink(missing_ok=True)
             member.gone.set()
         return lived_s >= STABLE_S or (target is not None and target.answered)
+
+    def _begin(self, member: Member, commands: Callable[[Path], Sequence[Command]], stand: wire.Stand) -> Begun:
+        """Put a member's next engine on its way."""
+        path = self._folder / f"{member.name}-{member.starts + 1}.sock"
+        group = RankGroup(commands(path), self._spawn, self._limits.end, stand)
+
+        async def start() -> str:
+            weights = await asyncio.to_thread(member.version.weights)
+            await group.start()
+            return weights
+
+        return Begun(member.version, path, group, asyncio.create_task(start()))
+
+    async def _begun_early(self, member: Member) -> Begun | None:
+        begun, member.begun = member.begun, None
+        if begun is not None and begun.version is not member.version:
+            await begun.discard()
+            return None
+        return begun
+
+    async def forgo(self, member: Member) -> None:
+        """End a member's next engine, where that has begun and is not wanted any more."""
+        begun, member.begun = member.begun, None
+        if begun is not None:
+            await begun.discard()
+
+    async def _death(
+        self,
+        member: Member,
+        group: RankGroup,
+        commands: Callable[[Path], Sequence[Command]],
+        early: Callable[[], wire.Stand | None],
+    ) -> Process:
+        """Wait for the first process that ends; its successor is begun at the first sign of it, where that may be."""
+        closing, death = asyncio.ensure_future(group.closing()), asyncio.ensure_future(group.death())
+        try:
+            await asyncio.wait([closing, death], return_when=asyncio.FIRST_COMPLETED)
+            if not death.done() and (stand := early()) is not None:
+                log.info("%s: %s is dying, the next engine begins", member.name, _pids(group))
+                member.begun = self._begin(member, commands, stand)
+            return await death
+        finally:
+            for task in (closing, death):
+                task.cancel()
+            await asyncio.gather(closing, death, return_exceptions=True)
 
     async def _start(self, member: Member, version: Version, group: RankGroup) -> Process | None:
         """Wait until the engine is ready; the process that ended instead, if one did."""

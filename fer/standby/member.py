@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fer.errors import FerError, OutOfMemory
@@ -42,6 +43,25 @@ def delay_s(failures: int) -> float:
     return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(late - 1, 16)) if late > 0 else 0.0
 
 
+@dataclass(frozen=True)
+class Begun:
+    """An engine whose processes are on their way.
+
+    Attributes:
+        started: done when they run: what the model's weights were before that. Raises OSError, FerError.
+    """
+
+    version: Version
+    path: Path
+    group: RankGroup
+    started: asyncio.Task[str]
+
+    async def discard(self) -> None:
+        """End it: it is not needed."""
+        await asyncio.gather(self.started, return_exceptions=True)
+        await self.group.end(at_once=True)
+
+
 @dataclass(kw_only=True)
 class Member:
     """A place for an engine.
@@ -58,6 +78,7 @@ class Member:
         blame: why the supervisor itself ended the engine, ``""`` where it did not.
         ordered: why its end was ordered, ``""`` where it was not: such an end is no failure.
         parked: its engine has no memory for answers, or starts without.
+        begun: its next engine, where that is on its way already.
         unfit: why it could not be promoted, ``""`` where nobody tried or it may be tried again.
     """
 
@@ -76,6 +97,7 @@ class Member:
     parked: bool = False
     unfit: str = ""
     group: RankGroup | None = None
+    begun: Begun | None = None
     target: Target | None = None
     ready: Ready | None = None
     stop: asyncio.Event = field(default_factory=asyncio.Event)

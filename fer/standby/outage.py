@@ -13,8 +13,9 @@ class Outage:
     """The time between two active engines, in the clock of :func:`time.monotonic_ns`; 0: not yet.
 
     Attributes:
-        died: the death was seen; ``spawned``: the next engine's process was started (before ``died`` for a standby),
-            ``begun``: its interpreter ran, ``ready``: it had recovered, ``active``: requests went there.
+        noticed: the first sign of the death; ``died``: it was seen.
+        spawned: the next engine's process was started (before ``died`` for a standby, or between the two), ``begun``:
+            its interpreter ran, ``ready``: it had recovered, ``active``: requests went there.
         token: its first token passed here; only where a request waited for it.
         path: how it came up: ``"standby"``, or how its process was started.
         promotion: what its promotion took, None where it takes no orders.
@@ -22,6 +23,7 @@ class Outage:
     """
 
     died: int
+    noticed: int = 0
     spawned: int = 0
     begun: int = 0
     ready: int = 0
@@ -41,7 +43,7 @@ class Outage:
 
     def seconds(self) -> dict[str, Any]:
         """Each moment as seconds after the death was seen, ``died_ns``; negative: it had happened before."""
-        moments = ("spawned", "begun", "ready", "active", "token")
+        moments = ("noticed", "spawned", "begun", "ready", "active", "token")
         found = {name: getattr(self, name) for name in moments}
         return {
             "died_ns": self.died,

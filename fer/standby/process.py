@@ -20,6 +20,8 @@ from fer.weights.keeper.process import born
 
 TAIL_BYTES = 8 << 10
 """Bytes of a process's last output that are kept for whoever asks why it died."""
+CLOSED_S = 1.0
+"""Seconds a process may live on that has closed its control socket: it does so by dying, and else is of no use."""
 TAIL_S = 0.05
 """Seconds the last output of an ended process may take to be read; longer only where others hold its pipe open."""
 
@@ -106,9 +108,11 @@ class Process:
         how, why_so: whether a launcher forked it (``"launcher"``) or not (``"exec"``), and the reason.
         pid, born: which process, for people and for whoever must not take another for it; signals go by pidfd.
         started: when it was spawned, on the clock of :func:`time.monotonic_ns`, as all times here; ``begun``: when
-            its interpreter ran, 0 before; ``died``: when its end was seen, 0 before.
+            its interpreter ran, 0 before.
+        closed: when its control socket closed, which is the first that a death shows; ``died``: when its end was seen.
+            Between the two the kernel takes it apart, memory of a GPU above all. 0 before.
         ready: done when the process says so.
-        ended: done when it has ended.
+        closing: done when it has closed its control socket; ``ended``: done when it has ended.
         broken: the error it ended with, where it could say one.
         orders: whether it takes orders.
         name: see :class:`Command`.
@@ -120,7 +124,7 @@ class Process:
         loop = asyncio.get_running_loop()
         self.pid, self.how, self.why_so, self.started = child.pid, child.via, child.why, started
         self.born = born(self.pid)
-        self.begun = self.died = 0
+        self.begun = self.closed = self.died = 0
         self.broken: FerError | None = None
         self.orders = False
         self.name = ""
@@ -130,6 +134,7 @@ class Process:
         self._asking = asyncio.Lock()
         self._status: asyncio.Future[int | None] | None = None
         self.ready: asyncio.Future[wire.Ready] = loop.create_future()
+        self.closing: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self._child, self._control, self._tail, self._loop = child, control, tail, loop
         self._listener = loop.create_task(self._listen())
@@ -222,6 +227,17 @@ class Process:
         if not self.ready.done():
             self.ready.cancel()
 
+    def _see_closing(self) -> None:
+        if not self.closing.done():
+            self.closed = time.monotonic_ns()
+            self.closing.set_result(None)
+            if not self.ended.done():
+                self._loop.call_later(CLOSED_S, self._hurry)
+
+    def _hurry(self) -> None:
+        if not self._child.pidfd.closed:
+            self.signal(signal.SIGKILL)
+
     def _see_end(self) -> None:
         self.died = time.monotonic_ns()
         self._loop.remove_reader(self._child.pidfd.fileno())
@@ -241,6 +257,7 @@ class Process:
             self.signal(signal.SIGKILL)  # it is not what we took it for
         finally:
             writer.close()
+            self._see_closing()
 
     def _hear(self, message: wire.Control) -> None:
         if isinstance(message, wire.Begun):

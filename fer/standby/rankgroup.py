@@ -29,9 +29,9 @@ class RankGroup:
     Args:
         commands: one a rank, rank 0 first.
         spawn: how each is started.
-        stand: what each is told that takes orders.
 
     Attributes:
+        stand: what each is told that takes orders.
         processes: those that were started.
         wedged: those that did not end in time after SIGKILL, as where the kernel waits for a GPU. Whoever they held
             memory of gets it back only when the kernel lets go of them.
@@ -44,7 +44,7 @@ class RankGroup:
         limits: Limits = Limits(),
         stand: wire.Stand | None = None,
     ) -> None:
-        self._commands, self._spawn, self._limits, self._stand = commands, spawn, limits, stand
+        self._commands, self._spawn, self._limits, self.stand = commands, spawn, limits, stand
         self.processes: list[Process] = []
         self.wedged: list[Process] = []
 
@@ -56,7 +56,7 @@ class RankGroup:
         """
         try:
             for command in self._commands:
-                self.processes.append(process := await Process.start(command, self._spawn, self._stand))
+                self.processes.append(process := await Process.start(command, self._spawn, self.stand))
                 process.name = command.name
         except BaseException:
             await self.end()
@@ -65,6 +65,11 @@ class RankGroup:
     async def ready(self) -> wire.Ready:
         """Wait until every rank is ready; what rank 0 said."""
         return (await asyncio.gather(*(process.ready for process in self.processes)))[0]
+
+    async def closing(self) -> None:
+        """Wait for the first sign of a death; see :class:`Process`."""
+        signs = [asyncio.shield(process.closing) for process in self.processes]
+        await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
 
     async def death(self) -> Process:
         """Wait for the first process that ends."""

@@ -104,7 +104,7 @@ class Succession:
         self._router.activate(None)
         self._router.on_token = None
         if died is not None:
-            self.outage = Outage(died=died.died)
+            self.outage = Outage(died=died.died, noticed=died.closed)
             log.warning("%s, process %d, died while %s", member.name, died.pid, was)
         if member.trial and target.answered:
             self.commit(member)

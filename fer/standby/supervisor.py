@@ -279,6 +279,14 @@ class Supervisor:
         task.add_done_callback(lambda task: self._look.set())
 
     async def _keep(self, member: Member) -> None:
+        try:
+            await self._keep_going(member)
+        finally:
+            await self.lives.forgo(member)
+        member.become("stopped")
+        self._tell()
+
+    async def _keep_going(self, member: Member) -> None:
         while not member.stop.is_set():
             worked = await self.lives.run(
                 member,
@@ -286,6 +294,7 @@ class Supervisor:
                 self._stand(member),
                 ready=lambda: self.succession.ready(member),
                 leave=lambda died: self.succession.leave(member, died),
+                early=lambda: self._early(member),
             )
             if member.stop.is_set() or self._hopeless(member):
                 break
@@ -299,8 +308,18 @@ class Supervisor:
                 break
             member.failures = 1 if worked else member.failures + 1
             await self._before_the_next(member)
-        member.become("stopped")
-        self._tell()
+
+    def _early(self, member: Member) -> wire.Stand | None:
+        """How the next engine of a dying one is to begin, before that one is gone; None where it is not to.
+
+        Only where clients wait for it: a standby that takes over needs the processors more. Ranks that have lost one
+        of them live until they are ended, with all their memory. One that said why it ends may need others to give way.
+        """
+        processes = member.group.processes if member.group is not None else []
+        by_surprise = len(processes) == 1 and not (member.ordered or member.blame or processes[0].broken)
+        alone = self.succession.active is member and len(self.members) == 1
+        wanted = not (member.stop.is_set() or member.trial or self.ending or delay_s(member.failures + 1))
+        return self._stand(member) if by_surprise and alone and wanted else None
 
     async def _before_the_next(self, member: Member) -> None:
         delay = delay_s(member.failures)

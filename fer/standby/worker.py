@@ -61,11 +61,16 @@ def load(arguments: argparse.Namespace, stand: wire.Stand) -> tuple[Model, Recov
     from fer.engines.devices import of_rank
     from fer.engines.ranks import Launch
     from fer.engines.transformers import TransformersEngine
+    from fer.memory.open import open_ahead
+    from fer.options import Options
     from fer.orchestrator import recover_for_duty
     from fer.standby.cohort import store
     from fer.standby.model import TransformersModel
 
     rank, world = arguments.rank, arguments.world
+    options = Options.load()
+    if options.mode != "off" and world == 1 and arguments.device.startswith("cuda:"):
+        open_ahead(arguments.device, options.transport)  # counting devices takes a while, too
     device = of_rank(arguments.device, rank, world)
     launch = None
     if world > 1:
@@ -86,7 +91,7 @@ def load(arguments: argparse.Namespace, stand: wire.Stand) -> tuple[Model, Recov
     engine.import_code()
     gc.freeze()  # modules live as long as the process: the collector need not visit them again
     with _few_threads() if stand.beside else contextlib.nullcontext():
-        recovered = recover_for_duty(engine, parked=stand.parked, at_once=not stand.beside)
+        recovered = recover_for_duty(engine, options, parked=stand.parked, at_once=not stand.beside)
     return TransformersModel(engine), recovered
 
 

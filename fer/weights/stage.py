@@ -64,7 +64,8 @@ class WeightsStage(Stage):
     def prepare(self, start: Start) -> None:
         """The same, to its end, before communicators map memory of their own."""
         if _opens_early(start) and not start.engine.alone():
-            _wait_for_device(start)
+            with suppress(FerError), start.report.step("open device"):
+                open_backend(start.engine.device, start.options.transport)
 
     def ahead(self, start: Start) -> None:
         """The empty module, while the device is being opened: a start that attaches has use for it."""
@@ -75,7 +76,6 @@ class WeightsStage(Stage):
         quantization.check(identity.quantization, identity.quantization_config)
         with suppress(Exception), without_gc():  # what is wrong is told when it is built for use
             self._skeleton = skeleton_of(start.engine, start.report)
-        _wait_for_device(start)
 
     def run(self, start: Start) -> None:
         """Leave the engine with its module, attached or loaded."""
@@ -121,11 +121,6 @@ def _opens_early(start: Start) -> bool:
         return False
     # Else which card is this rank's is not settled yet.
     return ":" in device or int(os.environ.get("WORLD_SIZE", "1")) == 1
-
-
-def _wait_for_device(start: Start) -> None:
-    with suppress(FerError), start.report.step("open device"):
-        open_backend(start.engine.device, start.options.transport)
 
 
 def _open(start: Start, skeleton: nn.Module | None) -> tuple[Workshop | None, str]:

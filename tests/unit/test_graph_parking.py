@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fer.cudagraph import parking
 from fer.errors import MappingError, OutOfMemory
+from fer.memory import patience
 from fer.memory.kept import KeptMemory
 from tests.support import cudagraph_stage
 from tests.support.cudagraph_stage import Bench, FakeRange
@@ -89,7 +89,7 @@ def test_memory_that_comes_back_late_is_waited_for(bench: Bench, monkeypatch: py
     kv(bench).lacks = 3
     bench.stage.unpark(bench.start)
     assert kv(bench).asked[-1] == ("back", 0)
-    monkeypatch.setattr(parking, "FREED_S", 0.0)
+    monkeypatch.setattr(patience, "FREED_S", 0.0)
     kv(bench).lacks = 3
     with pytest.raises(OutOfMemory) as caught:
         bench.stage.unpark(bench.start)
@@ -102,7 +102,7 @@ def test_memory_that_comes_back_late_is_waited_for(bench: Bench, monkeypatch: py
 def test_a_start_waits_a_moment_for_what_a_dead_engine_held(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, lacks: int, path: str
 ) -> None:
-    monkeypatch.setattr(parking, "FREED_S", 0.2)
+    monkeypatch.setattr(patience, "FREED_S", 0.2)
     bench.start = dataclasses.replace(bench.start, parked=False)
     bench.restoring()
     kv(bench).lacks = lacks
