@@ -113,10 +113,14 @@ def split(status: dict[str, Any], killed: float, came: float) -> dict[str, float
     else:
         active = next(member for member in status["members"] if member["role"] == "active")
         phases = {name: seconds for name, seconds in active["recovery"]["phase_s"].items() if name != "python"}
-        # The next engine is begun at the first sign of the death, while the kernel takes the process apart.
-        parts = {"until it is spawned": seen + outage["spawned"] - killed}
-        parts["interpreter"] = outage["begun"] - outage["spawned"]
-        parts["imports"] = outage["ready"] - outage["begun"] - sum(phases.values())
+        # The next engine begins at the first sign of the death, while the kernel takes the process apart: a spare that
+        # waited, or one that is spawned then.
+        told = outage.get("told", outage["begun"])
+        parts = {"until it begins": seen + told - killed}
+        if outage["spawned"] + seen >= killed:
+            parts["until it begins"] = seen + outage["spawned"] - killed
+            parts["interpreter"] = told - outage["spawned"]
+        parts["imports"] = outage["ready"] - told - sum(phases.values())
         parts |= {f"recover: {name}": seconds for name, seconds in phases.items() if seconds >= 0.001}
         parts["promotion"] = outage["active"] - outage["ready"]
     parts["first token"] = came - seen - outage["active"]

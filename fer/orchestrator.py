@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fer import stages
 from fer.errors import FerError, MappingError
 from fer.options import Options
-from fer.report import Report
+from fer.report import Report, boottime_ns
+from fer.turns import short_turns
 
 if TYPE_CHECKING:
     from fer.engines.base import Engine
@@ -58,11 +59,20 @@ class Recovered:
         intact: memory that it was given to go on with holds what it held.
     """
 
-    def __init__(self, start: stages.Start, graphs: stages.Wide) -> None:
-        self.intact = False
+    def __init__(self, start: stages.Start, graphs: stages.Wide, *, unwarmed: bool = False) -> None:
+        self.intact, self._unwarmed = False, unwarmed
         self._start, self._graphs = start, graphs
         self.report, self.parked = start.report, start.parked
         self._unproven = False  # it has memory anew, and nothing has run on that
+
+    def settle(self) -> None:
+        """For an engine that was to be unparked at once, and is not: warm up, and hold no memory while it waits."""
+        if self._unwarmed and self.parked:
+            self._unwarmed = False
+            with short_turns():
+                self._start.engine.warm_up()
+            if self._graphs.in_place(self._start):
+                self._graphs.park(self._start)
 
     def park(self) -> bool:
         """Give back the cache's memory; False for an engine that cannot, and keeps it."""
@@ -83,9 +93,10 @@ class Recovered:
             OutOfMemory: fields ``needed`` and ``free`` in bytes. The engine is parked as before; ask again later.
         """
         begin = time.perf_counter()
-        self.back(kept)
-        backed = time.perf_counter()
-        self.prove()
+        with short_turns():
+            self.back(kept)
+            backed = time.perf_counter()
+            self.prove()
         return {"backing": backed - begin, "self_test": time.perf_counter() - backed}
 
     def back(self, kept: KeptMemory | None = None) -> None:
@@ -138,17 +149,53 @@ class Recovered:
         self.intact = self.intact and not self._graphs.overwrote(self._start)
 
 
+@dataclasses.dataclass(frozen=True)
+class Imagined:
+    """What was made of an engine before its start, see :func:`imagine`."""
+
+    weights: stages.Stage
+
+
+def imagine(engine: Engine | None) -> Imagined:
+    """Make of an engine, before it is told to start, what needs neither its device nor settings.
+
+    It must not have changed when the start comes, its files neither: that is for the caller to see.
+
+    Args:
+        engine: None where it cannot be made yet: then there is little to do.
+    """
+    weights = stages.weights_stage()
+    stages.cudagraph_stage()
+    stages.before_weights()
+    if engine is not None:
+        engine.import_code()
+        engine.identity()
+        weights.imagine(engine)
+    return Imagined(weights)
+
+
 def recover_for_duty(
-    engine: Engine, options: Options | None = None, *, parked: bool, at_once: bool = False, **overrides: Any
+    engine: Engine,
+    options: Options | None = None,
+    *,
+    parked: bool,
+    at_once: bool = False,
+    imagined: Imagined | None = None,
+    **overrides: Any,
 ) -> Recovered:
     """Start an engine as :func:`recover` does, to be parked and unparked from then on.
 
     Args:
+        imagined: the start begins now, and not with the process, and has this of it.
         parked: let it stand by: it attaches weights, restores graphs and warms up, with next to no memory for a cache.
         at_once: it will be unparked as soon as it is there: the token that proves it then is its first.
     """
-    start, weights = _start(engine, options, overrides, parked=parked)
-    report = start.report
+    with short_turns():
+        return _recover(*_start(engine, options, overrides, parked=parked, imagined=imagined), at_once=at_once)
+
+
+def _recover(start: stages.Start, weights: stages.Stage, *, at_once: bool) -> Recovered:
+    engine, report, parked = start.engine, start.report, start.parked
     graphs = stages.cudagraph_stage()
     before = _load_weights(start, weights, graphs)
     with report.phase("kv"):
@@ -165,9 +212,9 @@ def recover_for_duty(
             engine.first_token()
     report.finish()
     _finish(start, before)
-    if start.parked and graphs.in_place(start):
+    if start.parked and graphs.in_place(start) and not at_once:
         graphs.park(start)  # what stood for the cache in the start is of no use to an engine that waits
-    return Recovered(start, graphs)
+    return Recovered(start, graphs, unwarmed=at_once)
 
 
 def preload(engine: Engine, options: Options | None = None, **overrides: Any) -> Report:
@@ -183,7 +230,12 @@ def preload(engine: Engine, options: Options | None = None, **overrides: Any) ->
 
 
 def _start(
-    engine: Engine, options: Options | None, overrides: dict[str, Any], *, parked: bool = False
+    engine: Engine,
+    options: Options | None,
+    overrides: dict[str, Any],
+    *,
+    parked: bool = False,
+    imagined: Imagined | None = None,
 ) -> tuple[stages.Start, stages.Stage]:
     """One start, and its weights stage, which has begun."""
     if options is None:
@@ -192,10 +244,10 @@ def _start(
         options = options.replace(**overrides)
     if options.given("log"):  # else the level is the application's own business
         logging.getLogger("fer").setLevel(options.log.upper())
-    report = Report()
+    report = Report(started_ns=boottime_ns() if imagined is not None else None)
     start = stages.Start(engine=engine, options=options, report=report, parked=parked)
     # Imports belong to the phase "python", which lasts until the first phase that is named.
-    weights = stages.weights_stage()
+    weights = imagined.weights if imagined is not None else stages.weights_stage()
     weights.begin(start)
     engine.import_code()
     return start, weights
@@ -212,14 +264,14 @@ def _load_weights(
     if tokenizer:
         with report.phase("tokenizer"):
             engine.load_tokenizer()
+    with report.phase("kernels"):
+        before = stages.before_weights()
+        _run(start, before)
     with report.phase("weights"):
         weights.ahead(start)
     if graphs is not None:
         with report.phase("graphs"):
             graphs.prepare(start)
-    with report.phase("kernels"):
-        before = stages.before_weights()
-        _run(start, before)
     with report.phase("weights"):
         _run(start, [weights])
     return before

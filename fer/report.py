@@ -94,7 +94,7 @@ class Report:
 
     def now(self) -> int:
         """Nanoseconds since process start."""
-        return max(0, _boottime_ns() - self._started)
+        return max(0, boottime_ns() - self._started)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Span]:
@@ -312,11 +312,12 @@ def process_start_ns() -> int:
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
         start = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
-        return _boottime_ns()
-    return min(start, _boottime_ns())
+        return boottime_ns()
+    return min(start, boottime_ns())
 
 
-def _boottime_ns() -> int:
+def boottime_ns() -> int:
+    """Now, on the clock that processes' starts are told in."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 

@@ -41,6 +41,9 @@ class Stage(ABC):
 
     name: str
 
+    def imagine(self, engine: Engine) -> None:
+        """Make of an engine what needs neither its device nor settings: by a process that waits to be started."""
+
     def begin(self, start: Start) -> None:
         """Begin in the background what takes long and waits for nothing; before the engine's code is imported."""
 

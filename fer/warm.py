@@ -33,7 +33,18 @@ class _Entry:
     value: Any
 
 
+_template: list[Callable[[], str]] = []
 _held: dict[tuple[Kind, str], _Entry] = {}
+
+
+def watch(changed: Callable[[], str]) -> None:
+    """In a template: what tells the first of its files that is not as it was, ``""`` for none."""
+    _template[:] = [changed]
+
+
+def stale() -> str:
+    """In a launcher's engines: the first file that its template was made of and that has changed, ``""`` for none."""
+    return _template[0]() if _template else ""
 
 
 def hold(kind: Kind, folder: Path, make: Callable[[], Any]) -> None:

@@ -92,12 +92,13 @@ def unpark(plan: Plan, kept: KeptMemory | None = None) -> bool:
     kv, session = plan.ranges.kv, plan.graphs.session
     if session is not None:
         session.captured = False
-    if kept is None:
-        patiently(lambda: kv.back(chunk=CHUNK))
-    else:
-        if kv.backed:
-            kv.rest()
-        kv.back(kept=kept.parts)
+    with plan.restorer.still() if plan.restorer is not None else contextlib.nullcontext():
+        if kept is None:
+            patiently(lambda: kv.back(chunk=CHUNK))
+        else:
+            if kv.backed:
+                kv.rest()
+            kv.back(kept=kept.parts)
     if session is None or not (moved := session.verify_owners()):
         return kept is not None
     log.warning("graphs: %s", "; ".join(moved[:3]))

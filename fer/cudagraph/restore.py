@@ -18,6 +18,7 @@ from fer.cudagraph.graph import Graph
 from fer.cudagraph.load import Binaries
 from fer.errors import DriverError, FerError, GraphRefused, IntegrityError, MappingError, OutOfMemory
 from fer.memory import driver
+from fer.turns import short_turns
 
 if TYPE_CHECKING:
     from fer.cudagraph.audit import Owner
@@ -187,6 +188,7 @@ class Restorer:
         self._made: list[Graph] = []
         self._stop = threading.Event()
         self._moved = threading.Condition()
+        self._building, self._finishing = threading.Lock(), threading.Lock()
         self._ended = False
         self._stream = 0
         self._after: list[Callable[[], None]] = []
@@ -230,6 +232,12 @@ class Restorer:
                 lambda: self._ended or (count is not None and len(self.progress) >= wanted), timeout
             )
 
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Within, no node is being made: the driver refuses one that names an address with nothing behind it."""
+        with self._building, self._finishing:
+            yield
+
     def after(self, call: Callable[[], None]) -> None:
         """Call once everything is ready or failed: at once if it is, else from the thread that restores.
 
@@ -245,7 +253,11 @@ class Restorer:
         """Restore all graphs, one after another; a failure concerns its graph alone, or all that were still to come."""
         self._begin = time.perf_counter()
         try:
-            with self._in_context(), ThreadPoolExecutor(1, thread_name_prefix="fer-graphs-exec") as finisher:
+            with (
+                short_turns(),
+                self._in_context(),
+                ThreadPoolExecutor(1, thread_name_prefix="fer-graphs-exec") as finisher,
+            ):
                 self._run(finisher)
         except Exception as error:  # not of one graph: no context, no thread
             for name in self._order:
@@ -271,7 +283,8 @@ class Restorer:
                 self._failed(name, GraphRefused("was cancelled"), passing=True)
                 continue
             try:
-                handle = self._build(name)
+                with self._building:
+                    handle = self._build(name)
             except Exception as error:  # whatever it is, the engine captures this graph and goes on
                 self._failed(name, error)
             else:
@@ -300,7 +313,7 @@ class Restorer:
         """From a ``CUgraph`` to a graph that replays."""
         progress = self.progress
         try:
-            with self._in_context():
+            with self._finishing, self._in_context():
                 with progress.timed("instantiate"):
                     executable = instantiate(self._cuda, handle)
                 with progress.timed("upload"):

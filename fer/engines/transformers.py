@@ -64,6 +64,7 @@ class TransformersEngine(Engine):
         folder: absolute, with links followed when the engine was made.
         module: the model in use, after :meth:`adopt`.
         tokenizer: after :meth:`load_tokenizer`; None for a folder without one.
+        keep_cache: as above; may be set until the start.
 
     The content of ``config.json`` and ``generation_config.json`` is part of the identity, field by field.
 
@@ -116,7 +117,7 @@ class TransformersEngine(Engine):
         self._identity: EngineIdentity | None = None
         if any(size < 1 for size in batch_sizes) or len(set(batch_sizes)) != len(batch_sizes):
             raise OptionError(f"batch_sizes={batch_sizes!r} cannot be", fix="Give different numbers from 1 on")
-        self._batch_sizes, self._keep_cache = tuple(batch_sizes), keep_cache
+        self._batch_sizes, self.keep_cache = tuple(batch_sizes), keep_cache
         if compile and batch_sizes:
             raise OptionError(
                 "batch_sizes and compile exclude each other",
@@ -211,7 +212,7 @@ class TransformersEngine(Engine):
                 dtype=getattr(torch, self.identity().dtype),
                 device=self.device,
                 world=self.identity().ranks.tp_size,
-                shared=self._keep_cache and self.device == "cpu",
+                shared=self.keep_cache and self.device == "cpu",
             )
             self._join()
         return self._decode

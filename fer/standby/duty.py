@@ -54,6 +54,9 @@ class Parking(Protocol):
     def keep(self) -> KeptMemory | None:
         """The cache's memory as descriptors, the caller's."""
 
+    def settle(self) -> None:
+        """Nobody has it serve at once: do what else a start does for an engine that waits."""
+
     def park(self) -> bool:
         """Give the memory back; whether it could."""
 
@@ -64,6 +67,12 @@ class Parking(Protocol):
         """
 
 
+SPARE_S = 0.2
+"""Seconds after which a worker that was not told how to start takes itself for a spare."""
+
+AT_ONCE_S = 2.0
+"""Seconds after which an engine that is ready and was not told to serve settles down to wait."""
+
 Load = Callable[[wire.Stand], "tuple[Model, Parking]"]
 """Makes the engine, parked or ready to serve."""
 
@@ -73,6 +82,7 @@ def run(
     path: Path,
     connect: Callable[[], KeeperClient],
     cohort: Callable[[], list[Process]] = lambda: [this_process()],
+    imagine: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Do as the supervisor says, in this thread; ends with the process.
 
@@ -80,8 +90,9 @@ def run(
         path: where requests are answered, once this worker is promoted.
         connect: makes a connection to the keeper; raises KeeperError.
         cohort: all processes of this engine, this one first: they hold the service together, and end together.
+        imagine: what to do of the start by one that is not told at once how to start: it is a spare.
     """
-    Worker(connect, cohort).run(load, path)
+    Worker(connect, cohort).run(load, path, imagine)
 
 
 class Worker:
@@ -101,10 +112,14 @@ class Worker:
         if isinstance(order, wire.Park) and self._answers is not None:
             self._answers.scheduler.stop()
 
-    def run(self, load: Load, path: Path) -> NoReturn:
+    def run(self, load: Load, path: Path, imagine: Callable[[], None]) -> NoReturn:
         say = self._supervised.say
         say(wire.Begun(time.monotonic_ns(), orders=True))
-        stand = self._orders.get()
+        try:
+            stand = self._orders.get(timeout=SPARE_S)
+        except queue.Empty:
+            imagine()
+            stand = self._orders.get()
         assert isinstance(stand, wire.Stand), "the supervisor says first how to start"
 
         with guarded(self._supervised):
@@ -120,8 +135,15 @@ class Worker:
             self._obey(stand.service, engine, answers)
 
     def _obey(self, service: str, engine: Parking, answers: Answers) -> NoReturn:
+        limit_s: float | None = AT_ONCE_S
         while True:
-            order = self._orders.get()
+            try:
+                order = self._orders.get(timeout=limit_s)
+            except queue.Empty:
+                engine.settle()
+                continue
+            finally:
+                limit_s = None
             if isinstance(order, wire.Promote):
                 try:
                     said: wire.Control = self._promote(service, engine, order)

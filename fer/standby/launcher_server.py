@@ -113,6 +113,7 @@ class Server:
         self._signals = SignalFd({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
         self._listener = place.listen(folder, name)
         self._files = Files(warm.files())
+        warm.watch(self._files.changed)
         self._fixed = inheritance.fixed()
         self._waiting: dict[int, tuple[socket.socket, float]] = {}
         self._wanted: dict[str, str | None] = {}

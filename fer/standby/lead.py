@@ -97,6 +97,9 @@ class LedEngine:
     def keep(self) -> None:
         """They end with their processes."""
 
+    def settle(self) -> None:
+        """Ranks warm up in their start."""
+
     def park(self) -> bool:
         self._call_the_roll()
         self._cohort.tell(rank_wire.Park())

@@ -19,6 +19,9 @@ from fer.standby.version import Version
 
 log = logging.getLogger("fer.standby")
 
+SPARE_S = 1.0
+"""Seconds an engine has served when a spare is begun beside it: requests come first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorLimits:
@@ -66,6 +69,7 @@ class Lives:
         ready: Callable[[], None],
         leave: Callable[[Process | None], None],
         early: Callable[[], wire.Stand | None] = lambda: None,
+        spare: Callable[[], bool] = lambda: False,
     ) -> bool:
         """One engine, until it ends or ``member.stop`` is set and it has been ended.
 
@@ -74,13 +78,14 @@ class Lives:
             ready: called when it is ready; its member has a target from then on.
             leave: called when it is gone or is to go, with the process that died, None where none did.
             early: called when it is dying, but not gone: how its successor is to stand by, if that may begin meanwhile.
+            spare: whether a process is to wait to become its successor.
 
         Returns:
             whether it was of use: it answered, or was ready for a while.
         """
         version = member.version
         self.restarts += member.starts > 0 and not member.ordered
-        begun = await self._begun_early(member) or self._begin(member, commands, stand)
+        begun = await self._take(member, stand) or self._begin(member, commands, stand)
         path, group = begun.path, begun.group
         member.begin(parked=group.stand is not None and group.stand.parked)
         member.group = group
@@ -105,7 +110,12 @@ class Lives:
                 target = member.target = Target(member.name, path, weights=weights if weights and same else path.name)
                 ready_at = time.monotonic()
                 ready()
-                died = await member.until_stop(self._death(member, group, commands, early))
+                keeping = asyncio.create_task(self._keep_spare(member, commands, spare))
+                try:
+                    died = await member.until_stop(self._death(member, group, commands, early))
+                finally:
+                    keeping.cancel()
+                    await asyncio.gather(keeping, return_exceptions=True)
         finally:
             leave(died)
             lived_s = time.monotonic() - ready_at if ready_at else 0.0
@@ -119,8 +129,8 @@ class Lives:
             member.gone.set()
         return lived_s >= STABLE_S or (target is not None and target.answered)
 
-    def _begin(self, member: Member, commands: Callable[[Path], Sequence[Command]], stand: wire.Stand) -> Begun:
-        """Put a member's next engine on its way."""
+    def _begin(self, member: Member, commands: Callable[[Path], Sequence[Command]], stand: wire.Stand | None) -> Begun:
+        """Put a member's next engine on its way; without ``stand`` it is a spare."""
         path = self._folder / f"{member.name}-{member.starts + 1}.sock"
         group = RankGroup(commands(path), self._spawn, self._limits.end, stand)
 
@@ -131,12 +141,36 @@ class Lives:
 
         return Begun(member.version, path, group, asyncio.create_task(start()))
 
-    async def _begun_early(self, member: Member) -> Begun | None:
+    async def _take(self, member: Member, stand: wire.Stand) -> Begun | None:
+        """The engine that was begun ahead, a spare told to start; None where there is none that may be used."""
         begun, member.begun = member.begun, None
-        if begun is not None and begun.version is not member.version:
+        if begun is None:
+            return None
+        if not await begun.fit(member.version):
             await begun.discard()
             return None
+        if begun.spare:
+            begun.group.go(stand)
         return begun
+
+    async def _keep_spare(
+        self, member: Member, commands: Callable[[Path], Sequence[Command]], wanted: Callable[[], bool]
+    ) -> None:
+        """Some time after an engine began to serve, have another process wait to become the next one.
+
+        Only one that a launcher has forked, which costs next to nothing: it shares its memory with the template.
+        """
+        while not (wanted() and member.begun is None):
+            await asyncio.sleep(SPARE_S)
+        begun = member.begun = self._begin(member, commands, None)
+        try:
+            await asyncio.shield(begun.started)
+        except (OSError, FerError) as error:
+            log.info("%s has no spare: %s", member.name, error)
+        if begun.group.processes and begun.group.first.how == "launcher":
+            log.info("%s: process %s waits as its spare", member.name, _pids(begun.group))
+        elif member.begun is begun:
+            await self.forgo(member)
 
     async def forgo(self, member: Member) -> None:
         """End a member's next engine, where that has begun and is not wanted any more."""
@@ -157,7 +191,7 @@ class Lives:
             await asyncio.wait([closing, death], return_when=asyncio.FIRST_COMPLETED)
             if not death.done() and (stand := early()) is not None:
                 log.info("%s: %s is dying, the next engine begins", member.name, _pids(group))
-                member.begun = self._begin(member, commands, stand)
+                member.begun = await self._take(member, stand) or self._begin(member, commands, stand)
             return await death
         finally:
             for task in (closing, death):

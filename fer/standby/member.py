@@ -45,7 +45,7 @@ def delay_s(failures: int) -> float:
 
 @dataclass(frozen=True)
 class Begun:
-    """An engine whose processes are on their way.
+    """An engine whose processes are on their way, or wait as a spare to be told how to start.
 
     Attributes:
         started: done when they run: what the model's weights were before that. Raises OSError, FerError.
@@ -55,6 +55,22 @@ class Begun:
     path: Path
     group: RankGroup
     started: asyncio.Task[str]
+
+    @property
+    def spare(self) -> bool:
+        return self.group.stand is None
+
+    async def fit(self, version: Version) -> bool:
+        """Whether it may still become an engine of this version: it lives, and has seen the files as they are."""
+        if version is not self.version:
+            return False
+        if not self.spare:
+            return True
+        if not self.started.done() or self.started.cancelled() or self.started.exception() is not None:
+            return False
+        if any(process.closing.done() or process.ended.done() for process in self.group.processes):
+            return False
+        return await asyncio.to_thread(version.weights) == self.started.result()
 
     async def discard(self) -> None:
         """End it: it is not needed."""
@@ -175,8 +191,13 @@ class Member:
             "failures": self.failures,
             "last_error": self.last_error,
             **({"tail": self.tail} if private else {}),
+            "spare": self._spare_pid(),
             "recovery": _recovery(self.ready),
         }
+
+    def _spare_pid(self) -> int | None:
+        spare = self.begun.group.processes if self.begun is not None and self.begun.spare else []
+        return spare[0].pid if spare else None
 
 
 def _recovery(ready: Ready | None) -> dict[str, Any] | None:

@@ -15,7 +15,8 @@ class Outage:
     Attributes:
         noticed: the first sign of the death; ``died``: it was seen.
         spawned: the next engine's process was started (before ``died`` for a standby, or between the two), ``begun``:
-            its interpreter ran, ``ready``: it had recovered, ``active``: requests went there.
+            its interpreter ran, ``told``: it was told to start.
+        ready: it had recovered, ``active``: requests went there.
         token: its first token passed here; only where a request waited for it.
         path: how it came up: ``"standby"``, or how its process was started.
         promotion: what its promotion took, None where it takes no orders.
@@ -26,6 +27,7 @@ class Outage:
     noticed: int = 0
     spawned: int = 0
     begun: int = 0
+    told: int = 0
     ready: int = 0
     active: int = 0
     token: int = 0
@@ -43,7 +45,7 @@ class Outage:
 
     def seconds(self) -> dict[str, Any]:
         """Each moment as seconds after the death was seen, ``died_ns``; negative: it had happened before."""
-        moments = ("noticed", "spawned", "begun", "ready", "active", "token")
+        moments = ("noticed", "spawned", "begun", "told", "ready", "active", "token")
         found = {name: getattr(self, name) for name in moments}
         return {
             "died_ns": self.died,

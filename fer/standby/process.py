@@ -108,7 +108,7 @@ class Process:
         how, why_so: whether a launcher forked it (``"launcher"``) or not (``"exec"``), and the reason.
         pid, born: which process, for people and for whoever must not take another for it; signals go by pidfd.
         started: when it was spawned, on the clock of :func:`time.monotonic_ns`, as all times here; ``begun``: when
-            its interpreter ran, 0 before.
+            its interpreter ran, ``told``: when it was told how to start; 0 before.
         closed: when its control socket closed, which is the first that a death shows; ``died``: when its end was seen.
             Between the two the kernel takes it apart, memory of a GPU above all. 0 before.
         ready: done when the process says so.
@@ -119,16 +119,16 @@ class Process:
     """
 
     def __init__(
-        self, child: Child, control: socket.socket, tail: Tail, started: int, stand: wire.Stand | None = None
+        self, child: Child, control: socket.socket, tail: Tail, started: int, stand: wire.Stand | None
     ) -> None:
         loop = asyncio.get_running_loop()
         self.pid, self.how, self.why_so, self.started = child.pid, child.via, child.why, started
         self.born = born(self.pid)
-        self.begun = self.closed = self.died = 0
+        self.begun = self.told = self.closed = self.died = 0
         self.broken: FerError | None = None
         self.orders = False
         self.name = ""
-        self._stand = stand
+        self._stand, self._hears = stand, False
         self._writer: asyncio.StreamWriter | None = None
         self._answer: asyncio.Future[Answer] | None = None
         self._asking = asyncio.Lock()
@@ -141,11 +141,11 @@ class Process:
         loop.add_reader(child.pidfd.fileno(), self._see_end)
 
     @classmethod
-    async def start(cls, command: Command, how: Spawn, stand: wire.Stand | None = None) -> Process:
+    async def start(cls, command: Command, how: Spawn, stand: wire.Stand | None = wire.SERVE) -> Process:
         """Start a command. Raises OSError or FerError, as ``how`` does.
 
         Args:
-            stand: what it is told at once, if it takes orders.
+            stand: what it is told at once, if it takes orders; None for a spare, which waits for :meth:`go`.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
@@ -165,6 +165,17 @@ class Process:
     def tail(self) -> str:
         """The last lines it wrote."""
         return self._tail.text()
+
+    def go(self, stand: wire.Stand) -> None:
+        """Tell one that was started as a spare how to start."""
+        self._stand = stand
+        self._tell_how()
+
+    def _tell_how(self) -> None:
+        """Once, as soon as it hears and it is known what to tell."""
+        if self._hears and self._stand is not None and self._writer is not None:
+            self._hears, self.told = False, time.monotonic_ns()
+            self._writer.write(wire.line(self._stand))
 
     def signal(self, number: int) -> None:
         """Send a signal to exactly this process; nothing happens if it has ended."""
@@ -189,6 +200,10 @@ class Process:
             self._status = asyncio.ensure_future(asyncio.to_thread(self._child.poll))
         found = await asyncio.shield(self._status)
         return UNKNOWN if found is None else found
+
+    async def heard(self) -> None:
+        """After its end: until all that it said is read."""
+        await asyncio.wait([self._listener], timeout=TAIL_S)
 
     async def why(self) -> str:
         """How it ended, in one line, after it has."""
@@ -262,8 +277,8 @@ class Process:
     def _hear(self, message: wire.Control) -> None:
         if isinstance(message, wire.Begun):
             self.begun, self.orders = message.at, message.orders
-            if message.orders and self._writer is not None:
-                self._writer.write(wire.line(self._stand or wire.Stand(parked=False)))
+            self._hears = message.orders
+            self._tell_how()
         elif isinstance(message, wire.Broken):
             self.broken = from_dict(message.error)
         elif isinstance(message, wire.Promoted | wire.Unpromoted | wire.Parked):

@@ -15,6 +15,10 @@ from fer.standby.process import Command, Process, Spawn
 log = logging.getLogger("fer.standby")
 
 
+PEER_S = 1.0
+"""Seconds in which the rank ends that another one says it ended for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """How long the end of a process may take, seconds: after SIGTERM, and after SIGKILL."""
@@ -31,7 +35,7 @@ class RankGroup:
         spawn: how each is started.
 
     Attributes:
-        stand: what each is told that takes orders.
+        stand: what each is told that takes orders; None for a spare, which waits for :meth:`go`.
         processes: those that were started.
         wedged: those that did not end in time after SIGKILL, as where the kernel waits for a GPU. Whoever they held
             memory of gets it back only when the kernel lets go of them.
@@ -42,7 +46,7 @@ class RankGroup:
         commands: Sequence[Command],
         spawn: Spawn,
         limits: Limits = Limits(),
-        stand: wire.Stand | None = None,
+        stand: wire.Stand | None = wire.SERVE,
     ) -> None:
         self._commands, self._spawn, self._limits, self.stand = commands, spawn, limits, stand
         self.processes: list[Process] = []
@@ -62,6 +66,12 @@ class RankGroup:
             await self.end()
             raise
 
+    def go(self, stand: wire.Stand) -> None:
+        """Let a spare start."""
+        self.stand = stand
+        for process in self.processes:
+            process.go(stand)
+
     async def ready(self) -> wire.Ready:
         """Wait until every rank is ready; what rank 0 said."""
         return (await asyncio.gather(*(process.ready for process in self.processes)))[0]
@@ -75,6 +85,12 @@ class RankGroup:
         """Wait for the first process that ends."""
         endings = [asyncio.shield(process.ended) for process in self.processes]
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+        for first in [process for process in self.processes if process.ended.done()]:
+            await first.heard()
+            if isinstance(first.broken, PeerRankFailed):  # it ends for another's sake, which does so in a moment
+                others = [asyncio.shield(p.ended) for p in self.processes if not p.ended.done()]
+                if others:
+                    await asyncio.wait(others, timeout=PEER_S, return_when=asyncio.FIRST_COMPLETED)
         ended = sorted((process for process in self.processes if process.ended.done()), key=lambda p: p.died)
         if len(ended) == 1:
             return ended[0]

@@ -248,7 +248,8 @@ class Succession:
     def _end_outage(self, outage: Outage, member: Member) -> None:
         assert member.group is not None and member.ready is not None
         first = member.group.processes[0]
-        outage.spawned, outage.begun, outage.ready = first.started, first.begun, member.ready.at
+        outage.spawned, outage.begun, outage.told = first.started, first.begun, first.told
+        outage.ready = member.ready.at
         outage.active = time.monotonic_ns()
         outage.path = "standby" if outage.ready < outage.died else first.how
 

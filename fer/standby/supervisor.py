@@ -295,6 +295,7 @@ class Supervisor:
                 ready=lambda: self.succession.ready(member),
                 leave=lambda died: self.succession.leave(member, died),
                 early=lambda: self._early(member),
+                spare=lambda: self._wants_spare(member),
             )
             if member.stop.is_set() or self._hopeless(member):
                 break
@@ -308,6 +309,13 @@ class Supervisor:
                 break
             member.failures = 1 if worked else member.failures + 1
             await self._before_the_next(member)
+
+    def _wants_spare(self, member: Member) -> bool:
+        """Where no standby takes over, and a launcher has forked the engine: it forks another for next to nothing."""
+        processes = member.group.processes if member.group is not None else []
+        forked = len(processes) == 1 and processes[0].how == "launcher" and processes[0].orders
+        alone = self.succession.active is member and len(self.members) == 1
+        return forked and alone and not (member.trial or self.ending)
 
     def _early(self, member: Member) -> wire.Stand | None:
         """How the next engine of a dying one is to begin, before that one is gone; None where it is not to.

@@ -179,6 +179,10 @@ class Stand(_Line, frozen=True, tag="stand", kw_only=True):
     keep: bool = False
 
 
+SERVE = Stand(parked=False)
+"""How an engine starts of which nothing else is said."""
+
+
 class Promote(_Line, frozen=True, tag="promote"):
     """Answer from now on, if the service can be had within ``wait_s`` seconds.
 

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from fer import warm
 from fer.standby import wire
 from fer.standby.answers import Answers, listen
 from fer.standby.supervised import Supervised, end_with, guarded
 
 if TYPE_CHECKING:
-    from fer.orchestrator import Recovered
+    from fer.engines.transformers import TransformersEngine
+    from fer.orchestrator import Imagined, Recovered
     from fer.report import Report
     from fer.standby.model import Model
     from fer.weights.client import KeeperClient
@@ -54,45 +58,80 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def load(arguments: argparse.Namespace, stand: wire.Stand) -> tuple[Model, Recovered]:
-    """The engine that the arguments name, recovered. Raises what :func:`fer.recover` raises."""
-    import gc
+class Loader:
+    """Makes the engine that a worker's arguments name; a spare makes some of it before it is told to start."""
 
-    from fer.engines.devices import of_rank
-    from fer.engines.ranks import Launch
-    from fer.engines.transformers import TransformersEngine
-    from fer.memory.open import open_ahead
-    from fer.options import Options
-    from fer.orchestrator import recover_for_duty
-    from fer.standby.cohort import store
-    from fer.standby.model import TransformersModel
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._engine: TransformersEngine | None = None
+        self._imagined: Imagined | None = None
 
-    rank, world = arguments.rank, arguments.world
-    options = Options.load()
-    if options.mode != "off" and world == 1 and arguments.device.startswith("cuda:"):
-        open_ahead(arguments.device, options.transport)  # counting devices takes a while, too
-    device = of_rank(arguments.device, rank, world)
-    launch = None
-    if world > 1:
-        launch = Launch(rank=rank, world=world, store=store(arguments.socket))
-        os.environ.update(launch.variables(device))
-        if device == "cpu":
-            _share_processors(world)
-    engine = TransformersEngine(
-        arguments.model,
-        device=device,
-        tensor_parallel=world > 1,
-        launch=launch,
-        dtype=arguments.dtype,
-        max_length=arguments.max_length,
-        batch_sizes=[int(size) for size in arguments.batch_sizes.split(",") if size],
-        keep_cache=world == 1 and stand.keep,
-    )
-    engine.import_code()
-    gc.freeze()  # modules live as long as the process: the collector need not visit them again
-    with _few_threads() if stand.beside else contextlib.nullcontext():
-        recovered = recover_for_duty(engine, options, parked=stand.parked, at_once=not stand.beside)
-    return TransformersModel(engine), recovered
+    def imagine(self) -> None:
+        """What a spare makes while it waits. It opens no device. What is wrong is told by the start."""
+        from fer.orchestrator import imagine
+
+        if self._arguments.world > 1:
+            return
+        # Which device "auto" is torch asks of the driver, which is then in this process for good.
+        named = self._arguments.device.startswith(("cpu", "cuda:"))
+        with contextlib.suppress(Exception):
+            engine = self._make() if named else None
+            self._engine, self._imagined = engine, imagine(engine)
+            gc.freeze()
+
+    def __call__(self, stand: wire.Stand) -> tuple[Model, Recovered]:
+        """The engine, recovered. Raises what :func:`fer.recover` raises."""
+        from fer.memory.open import open_ahead
+        from fer.options import Options
+        from fer.orchestrator import recover_for_duty
+        from fer.standby.model import TransformersModel
+
+        options, alone, device = Options.load(), self._arguments.world == 1, self._arguments.device
+        if options.mode != "off" and alone and device.startswith("cuda:"):
+            open_ahead(device, options.transport)
+        if self._imagined is not None:
+            threading.Thread(target=_end_if_stale, name="stale", daemon=True).start()
+        engine = self._engine or self._make()
+        engine.keep_cache = alone and stand.keep
+        engine.import_code()
+        gc.freeze()  # modules live as long as the process: the collector need not visit them again
+        with _few_threads() if stand.beside else contextlib.nullcontext():
+            at_once = alone and not stand.beside
+            recovered = recover_for_duty(engine, options, parked=stand.parked, at_once=at_once, imagined=self._imagined)
+        return TransformersModel(engine), recovered
+
+    def _make(self) -> TransformersEngine:
+        from fer.engines.devices import of_rank
+        from fer.engines.ranks import Launch
+        from fer.engines.transformers import TransformersEngine
+        from fer.standby.cohort import store
+
+        arguments = self._arguments
+        rank, world = arguments.rank, arguments.world
+        device = of_rank(arguments.device, rank, world)
+        launch = None
+        if world > 1:
+            launch = Launch(rank=rank, world=world, store=store(arguments.socket))
+            os.environ.update(launch.variables(device))
+            if device == "cpu":
+                _share_processors(world)
+        return TransformersEngine(
+            arguments.model,
+            device=device,
+            tensor_parallel=world > 1,
+            launch=launch,
+            dtype=arguments.dtype,
+            max_length=arguments.max_length,
+            batch_sizes=[int(size) for size in arguments.batch_sizes.split(",") if size],
+        )
+
+
+def _end_if_stale() -> None:
+    """A spare may have waited for long: of a template that has become another, its launcher would fork no engine."""
+    if why := warm.stale():
+        sys.stderr.write(f"fer: this spare engine ends: {why} changed since its launcher imported it\n")
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _share_processors(world: int) -> None:
@@ -145,13 +184,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     chosen = _arguments(arguments)
     _log()
 
-    def made(stand: wire.Stand) -> tuple[Model, Recovered]:
-        return load(chosen, stand)
-
+    made = Loader(chosen)
     if chosen.world == 1:
         from fer.standby import duty
 
-        duty.run(made, chosen.socket, connect)
+        duty.run(made, chosen.socket, connect, imagine=made.imagine)
     from fer.standby import follow, lead
 
     if chosen.rank == 0:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from fer.errors import CheckpointError, FerBug, FerError, KeeperError, MemoryFault, Miss, PublishRefused, WaitTimeout
 from fer.memory.open import open_ahead, open_backend
+from fer.report import Report
 from fer.stages import Stage
 from fer.weights import checkpoint, quantization, room
 from fer.weights.background import Digests
@@ -37,7 +38,7 @@ from fer.weights.votes import together
 if TYPE_CHECKING:
     from torch import nn
 
-    from fer.engines.base import EngineIdentity
+    from fer.engines.base import Engine, EngineIdentity
     from fer.stages import Start
     from fer.weights.attach import Attached
     from fer.weights.client import KeeperClient
@@ -52,6 +53,11 @@ class WeightsStage(Stage):
 
     def __init__(self) -> None:
         self._skeleton: nn.Module | None = None
+
+    def imagine(self, engine: Engine) -> None:
+        """The empty module. What is wrong is told when it is built for use."""
+        with suppress(Exception), without_gc():
+            self._skeleton = skeleton_of(engine, Report())
 
     def begin(self, start: Start) -> None:
         """Make the device's context and reserve its addresses, beside the imports.
@@ -74,8 +80,9 @@ class WeightsStage(Stage):
         with start.report.step("identity"):
             identity = start.engine.identity()
         quantization.check(identity.quantization, identity.quantization_config)
-        with suppress(Exception), without_gc():  # what is wrong is told when it is built for use
-            self._skeleton = skeleton_of(start.engine, start.report)
+        if self._skeleton is None:
+            with suppress(Exception), without_gc():  # what is wrong is told when it is built for use
+                self._skeleton = skeleton_of(start.engine, start.report)
 
     def run(self, start: Start) -> None:
         """Leave the engine with its module, attached or loaded."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +60,10 @@ class FakeRestorer:
     def abandon(self) -> bool:
         self.cancelled = True
         return self.ended
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        yield
 
     def wait(self, timeout: float | None = None, *, count: int | None = None) -> bool:
         return self.ended or (count is not None and len(self.progress) >= min(count, len(NAMES)))

@@ -118,6 +118,9 @@ class Engine:
 
     cache, intact = None, False
 
+    def settle(self) -> None:
+        """It waits as it was started."""
+
     def keep(self) -> None:
         """There is nothing to keep."""
 
