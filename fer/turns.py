@@ -1,8 +1,8 @@
 """Short turns at Python's lock, while a thread of FER's computes beside the engine's.
 
 A thread that calls into torch gives the lock up and wants it back with every operation, and whoever computes in Python
-meanwhile keeps it for a whole turn: 800 small operations that take 8 ms alone take seconds beside such a thread at
-Python's own 5 ms, and some 15 ms at half a millisecond.
+meanwhile keeps it for a whole turn: 800 small operations of 6 ms together took up to 4.8 s beside such a thread at
+Python's own 5 ms, and 10 to 140 ms at a tenth of a millisecond (``python -m bench.turns``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-TURN_S: Final = 0.0005
+TURN_S: Final = 0.0001
 
 _lock = threading.Lock()
 _within = 0
