@@ -59,6 +59,7 @@ class Lives:
         self._folder, self._spawn, self._limits, self._tell = folder, spawn, limits, tell
         self.restarts = 0
         self.last_error = ""
+        self._discards: set[asyncio.Task[None]] = set()
 
     async def run(
         self,
@@ -143,11 +144,15 @@ class Lives:
 
     async def _take(self, member: Member, stand: wire.Stand) -> Begun | None:
         """The engine that was begun ahead, a spare told to start; None where there is none that may be used."""
-        begun, member.begun = member.begun, None
+        begun = member.begun
         if begun is None:
             return None
-        if not await begun.fit(member.version):
-            await begun.discard()
+        fits = await begun.fit(member.version)
+        if member.begun is not begun:  # it has died meanwhile
+            return None
+        member.begun = None
+        if not fits:
+            self._discard(begun)
             return None
         if begun.spare:
             begun.group.go(stand)
@@ -158,7 +163,8 @@ class Lives:
     ) -> None:
         """Some time after an engine began to serve, have another process wait to become the next one.
 
-        Only one that a launcher has forked, which costs next to nothing: it shares its memory with the template.
+        Only one that a launcher has forked, which costs next to nothing: it shares its memory with the template. One
+        that dies while it waits is not followed by another: what ended it may end that as well.
         """
         while not (wanted() and member.begun is None):
             await asyncio.sleep(SPARE_S)
@@ -167,16 +173,27 @@ class Lives:
             await asyncio.shield(begun.started)
         except (OSError, FerError) as error:
             log.info("%s has no spare: %s", member.name, error)
-        if begun.group.processes and begun.group.first.how == "launcher":
+        if member.begun is begun and begun.group.processes and begun.group.first.how == "launcher":
             log.info("%s: process %s waits as its spare", member.name, _pids(begun.group))
-        elif member.begun is begun:
-            await self.forgo(member)
+            await begun.group.death()
+        if member.begun is begun and begun.spare:
+            log.info("%s has a spare no more", member.name)
+            member.begun = None
+            self._discard(begun)
+
+    def _discard(self, begun: Begun) -> None:
+        """End what was begun and is not needed. Nobody waits for that: a launcher that hangs must not hold us up."""
+        task = asyncio.create_task(begun.discard())
+        self._discards.add(task)
+        task.add_done_callback(self._discards.discard)
 
     async def forgo(self, member: Member) -> None:
-        """End a member's next engine, where that has begun and is not wanted any more."""
+        """End a member's next engine, where that has begun and is not wanted any more; wait until all such are gone."""
         begun, member.begun = member.begun, None
         if begun is not None:
-            await begun.discard()
+            self._discard(begun)
+        if self._discards:
+            await asyncio.wait({*self._discards})
 
     async def _death(
         self,

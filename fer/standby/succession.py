@@ -104,7 +104,7 @@ class Succession:
         self._router.activate(None)
         self._router.on_token = None
         if died is not None:
-            self.outage = Outage(died=died.died, noticed=died.closed)
+            self.outage = Outage(died=died.died, noticed=min(died.closed or died.died, died.died))
             log.warning("%s, process %d, died while %s", member.name, died.pid, was)
         if member.trial and target.answered:
             self.commit(member)
@@ -251,7 +251,7 @@ class Succession:
         outage.spawned, outage.begun, outage.told = first.started, first.begun, first.told
         outage.ready = member.ready.at
         outage.active = time.monotonic_ns()
-        outage.path = "standby" if outage.ready < outage.died else first.how
+        outage.path = "standby" if outage.ready < outage.noticed else first.how
 
         def token() -> None:
             outage.token = time.monotonic_ns()

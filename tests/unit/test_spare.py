@@ -1,0 +1,429 @@
+"""A process that waits to become the next engine, and a restart that begins at the first sign of a death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fer.errors import LauncherError
+from fer.standby import life, process
+from fer.standby.launcher_client import Child
+from fer.standby.member import Begun
+from fer.standby.outage import Outage
+from fer.standby.process import Command, Spawn, through
+from fer.standby.rankgroup import Limits
+from fer.standby.router import Router, RouterLimits
+from fer.standby.supervisor import Supervisor, SupervisorLimits
+from fer.standby.version import Version
+from tests.unit.test_supervisor_groups import until
+from tests.unit.test_supervisor_processes import gone, play
+
+pytestmark = pytest.mark.usefixtures("soon")
+LIMITS = SupervisorLimits(end=Limits(term_s=2.0, kill_s=20.0))
+ENGINE = """
+import os, signal, socket, sys, time
+from fer.standby import wire
+fault, orders = sys.argv[2], sys.argv[1] == "orders"
+sock = socket.socket(fileno=os.dup(0))
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+def say(message):
+    sock.sendall(wire.line(message))
+def end(number, frame):
+    if os.path.exists(fault):
+        kind = open(fault).read()
+        if kind == "broken":
+            say(wire.Broken({"error": "OutOfMemory", "what": "the cache does not fit"}))
+        if kind == "closes":
+            sock.shutdown(socket.SHUT_RDWR)  # the first that a death shows
+            while os.path.exists(fault):
+                time.sleep(0.005)
+    os._exit(9)
+signal.signal(signal.SIGUSR1, end)
+lines = sock.makefile("rb")
+say(wire.Begun(time.monotonic_ns(), orders=orders))
+if orders:
+    assert isinstance(wire.order(next(lines)), wire.Stand)
+say(wire.Ready(time.monotonic_ns(), 10, 1, {}))
+for line in lines:
+    say(wire.Promoted(at=time.monotonic_ns()) if isinstance(wire.order(line), wire.Promote) else wire.Parked(0, True))
+"""
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "SPARE_S", 0.01)
+
+
+def forked(command: Command, stdio: tuple[int, int, int]) -> Child:
+    """Started as if a launcher had forked it."""
+    child = through("off")(command, stdio)
+    child.via = "launcher"
+    return child
+
+
+class Service:
+    """A supervisor of engines that answer nothing, in a folder that stands for their model's."""
+
+    def __init__(self, folder: Path, spawn: Spawn = forked, *, members: int = 1, ranks: int = 1, orders: bool = True):
+        self.model, self.fault = folder / "model", folder / "fault"
+        self.model.mkdir()
+        self.file.write_text("{}")
+        self.outages: list[Outage] = []
+        self.looks = 0
+
+        def commands(path: Path) -> Sequence[Command]:
+            code = (sys.executable, "-c", ENGINE, "orders" if orders else "none", str(self.fault))
+            return [Command(arguments=code) for _ in range(ranks)]
+
+        self.version = Version(online=commands, model=self.model)
+        router = Router(RouterLimits(), "retry", lambda target: None)
+        self.supervisor = Supervisor(
+            self.version, folder, spawn, router, members=members, limits=LIMITS, outages=self.outages.append
+        )
+        wants = self.supervisor._wants_spare
+
+        def counted(member: Any) -> bool:
+            self.looks += 1
+            return wants(member)
+
+        self.supervisor._wants_spare = counted  # type: ignore[method-assign]
+
+    @property
+    def file(self) -> Path:
+        return self.model / "config.json"
+
+    @property
+    def pid(self) -> int:
+        return int(self.supervisor.status()["pid"] or 0)
+
+    @property
+    def spare(self) -> int:
+        return int(self.supervisor.status()["members"][0]["spare"] or 0)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.supervisor.run())
+        try:
+            await until(lambda: self.supervisor.state == "active" or task.done())
+            yield
+        finally:
+            self.supervisor.stop()
+            await task
+
+    async def waiting(self) -> int:
+        """The pid of the spare, once it waits."""
+        member = self.supervisor.members[0]
+
+        def waits() -> bool:
+            spare = member.begun.group.processes if member.begun is not None else []
+            return bool(spare) and spare[0].orders
+
+        await until(waits)
+        return self.spare
+
+    async def next(self, restarts: int = 1) -> int:
+        """The pid of the engine that serves after so many deaths."""
+        await until(lambda: self.supervisor.restarts == restarts and self.supervisor.state == "active")
+        return self.pid
+
+    async def looked(self) -> None:
+        """Wait until it was asked some times more whether a spare is wanted."""
+        enough = self.looks + 5
+        await until(lambda: self.looks >= enough)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Service:
+    return Service(tmp_path)
+
+
+def test_it_waits_untold_and_serves_next(service: Service, no_fd_leak: None) -> None:
+    async def work() -> None:
+        async with service.running():
+            spare = await service.waiting()
+            begun = service.supervisor.members[0].begun
+            assert begun is not None and begun.group.stand is None and begun.group.first.told == 0
+            assert not gone(spare) and spare != service.pid
+            os.kill(service.pid, signal.SIGKILL)
+            assert await service.next() == spare
+            (outage,) = service.outages
+            assert outage.path == "launcher" and outage.spawned < outage.begun < outage.noticed <= outage.told
+            assert outage.told < outage.ready < outage.active and outage.noticed <= outage.died
+            assert {"noticed", "told"} <= set(outage.seconds())
+            another = await service.waiting()
+            assert another not in (0, spare)
+            pids = [service.pid, another]
+        assert all(gone(pid) for pid in pids) and service.spare == 0
+
+    play(work)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3, 10, 30])
+def test_none_is_left_that_was_only_on_its_way(service: Service, turns: int, no_fd_leak: None) -> None:
+    async def work() -> None:
+        async with service.running():
+            member = service.supervisor.members[0]
+            while member.begun is None:
+                await asyncio.sleep(0)
+            begun = member.begun
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        assert all(gone(process.pid) for process in begun.group.processes)
+
+    play(work)
+
+
+def test_one_that_died_is_named_no_more_and_not_waited_for(service: Service, no_fd_leak: None) -> None:
+    async def work() -> None:
+        async with service.running():
+            spare = await service.waiting()
+            os.kill(spare, signal.SIGKILL)
+            await until(lambda: not service.spare)
+            os.kill(service.pid, signal.SIGKILL)
+            assert await service.next() != spare
+
+    play(work)
+
+
+@pytest.mark.parametrize("spare_first", [True, False])
+def test_both_may_die_at_once(service: Service, spare_first: bool, no_fd_leak: None) -> None:
+    async def work() -> None:
+        async with service.running():
+            both = [service.pid, await service.waiting()]
+            for pid in reversed(both) if spare_first else both:
+                os.kill(pid, signal.SIGKILL)
+            await service.next()
+            await until(lambda: service.pid not in (0, *both))
+            assert all(gone(pid) for pid in both)
+
+    play(work)
+
+
+def test_it_has_not_seen_files_that_changed_since(service: Service, no_fd_leak: None) -> None:
+    async def work() -> None:
+        async with service.running():
+            spare = await service.waiting()
+            os.utime(service.file, (1, 1))
+            os.kill(service.pid, signal.SIGKILL)
+            assert await service.next() != spare
+            assert gone(spare)
+
+    play(work)
+
+
+def test_it_is_of_its_version_alone(service: Service) -> None:
+    async def work() -> None:
+        async with service.running():
+            await service.waiting()
+            begun = service.supervisor.members[0].begun
+            assert begun is not None and await begun.fit(service.version)
+            assert not await begun.fit(Version(online=service.version.online, model=service.model, number=2))
+            unborn = Begun(begun.version, begun.path, begun.group, asyncio.create_task(asyncio.sleep(9, "")))
+            assert not await unborn.fit(service.version)
+            unborn.started.cancel()
+
+    play(work)
+
+
+@pytest.mark.parametrize("more", [{"members": 2}, {"ranks": 2}, {"orders": False}, {"spawn": through("off")}])
+def test_there_is_none(tmp_path: Path, more: dict[str, Any]) -> None:
+    service = Service(tmp_path, **more)
+
+    async def work() -> None:
+        async with service.running():
+            members = service.supervisor.status()["members"]
+            await until(lambda: all(member.role in ("active", "standby") for member in service.supervisor.members))
+            await service.looked()
+            assert [member["spare"] for member in members] == [None] * more.get("members", 1)
+
+    play(work)
+
+
+def test_there_is_none_beside_an_engine_on_trial(service: Service) -> None:
+    async def work() -> None:
+        async with service.running():
+            spare = await service.waiting()
+            new = service.supervisor.hire(service.version)
+            await until(lambda: new.role == "standby")
+            await service.looked()
+            assert service.supervisor.status()["members"][1]["spare"] is None and service.spare == spare
+            await service.supervisor.retire(new)
+
+    play(work)
+
+
+@pytest.mark.parametrize("error", [OSError("no more processes"), LauncherError("no")])
+def test_where_it_cannot_be_started_the_service_goes_on_without(tmp_path: Path, error: Exception) -> None:
+    starts: list[str] = []
+
+    def spawn(command: Command, stdio: tuple[int, int, int]) -> Child:
+        starts.append("")
+        if len(starts) == 2:
+            raise error
+        return forked(command, stdio)
+
+    service = Service(tmp_path, spawn)
+
+    async def work() -> None:
+        async with service.running():
+            await until(lambda: len(starts) == 2 and service.supervisor.members[0].begun is None)
+            os.kill(service.pid, signal.SIGKILL)
+            await service.next()
+
+    play(work)
+
+
+def test_one_that_no_launcher_forked_is_ended_again(tmp_path: Path, no_fd_leak: None) -> None:
+    plain: list[Child] = []
+
+    def spawn(command: Command, stdio: tuple[int, int, int]) -> Child:
+        child = forked(command, stdio)
+        if service.supervisor.restarts == 0 and service.pid:
+            child.via = "exec"  # the launcher has gone meanwhile
+            plain.append(child)
+        return child
+
+    service = Service(tmp_path, spawn)
+
+    async def work() -> None:
+        async with service.running():
+            await until(lambda: bool(plain) and gone(plain[0].pid))
+            assert service.spare == 0
+            os.kill(service.pid, signal.SIGKILL)
+            await service.next()
+
+    play(work)
+
+
+def test_a_service_that_ends_while_its_engine_dies_leaves_no_spare(
+    service: Service, monkeypatch: pytest.MonkeyPatch, no_fd_leak: None
+) -> None:
+    service.fault.write_text("closes")
+
+    async def work() -> None:
+        asked, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def fit(self: Begun, version: Version) -> bool:
+            asked.set()
+            await goes_on.wait()
+            return True
+
+        async with service.running():
+            spare = await service.waiting()
+            monkeypatch.setattr(Begun, "fit", fit)
+            os.kill(service.pid, signal.SIGUSR1)
+            await asked.wait()
+            service.supervisor.stop()
+            await until(lambda: service.supervisor.members[0].target is None)
+            goes_on.set()
+        assert gone(spare)
+
+    play(work)
+
+
+def test_a_restart_does_not_wait_for_a_spare_that_is_only_on_its_way(tmp_path: Path, no_fd_leak: None) -> None:
+    import threading
+
+    starts: list[str] = []
+    goes_on = threading.Event()
+
+    def spawn(command: Command, stdio: tuple[int, int, int]) -> Child:
+        starts.append("")
+        if len(starts) == 2:
+            goes_on.wait(20.0)  # a launcher that hangs
+        return forked(command, stdio)
+
+    service = Service(tmp_path, spawn)
+
+    async def work() -> None:
+        async with service.running():
+            await until(lambda: len(starts) == 2)
+            os.kill(service.pid, signal.SIGKILL)
+            try:
+                await service.next()
+            finally:
+                goes_on.set()
+
+    play(work)
+
+
+# --- the first sign of a death ---
+
+
+def test_the_next_engine_begins_while_the_one_before_still_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fd_leak: None
+) -> None:
+    monkeypatch.setattr(process, "CLOSED_S", 20.0)
+    service = Service(tmp_path, through("off"))
+    service.fault.write_text("closes")
+
+    async def work() -> None:
+        async with service.running():
+            member = service.supervisor.members[0]
+            os.kill(service.pid, signal.SIGUSR1)
+            await until(lambda: member.begun is not None and bool(member.begun.group.processes))
+            assert member.begun is not None
+            await member.begun.group.ready()
+            service.fault.unlink()  # now it ends
+            await service.next()
+            (outage,) = service.outages
+            assert outage.noticed < outage.spawned < outage.ready < outage.died and outage.path == "exec"
+            assert "exit status 9" in service.supervisor.last_error
+
+    play(work)
+
+
+def test_one_that_says_why_it_ends_may_need_others_to_give_way_first(tmp_path: Path) -> None:
+    service = Service(tmp_path, through("off"))
+    service.fault.write_text("broken")
+
+    async def work() -> None:
+        async with service.running():
+            os.kill(service.pid, signal.SIGUSR1)
+            await service.next()
+            (outage,) = service.outages
+            assert outage.spawned > outage.died
+            assert "the cache does not fit" in service.supervisor.last_error
+
+    play(work)
+
+
+def test_one_that_speaks_no_more_and_lives_on_is_killed(
+    service: Service, monkeypatch: pytest.MonkeyPatch, no_fd_leak: None
+) -> None:
+    monkeypatch.setattr(process, "CLOSED_S", 0.1)
+    service.fault.write_text("closes")
+
+    async def work() -> None:
+        async with service.running():
+            first, spare = service.pid, await service.waiting()
+            os.kill(first, signal.SIGUSR1)
+            assert await service.next() == spare
+            assert gone(first) and "SIGKILL" in service.supervisor.last_error
+
+    play(work)
+
+
+@pytest.mark.parametrize("what", ["ordered", "failures", "stop"])
+def test_nothing_begins_early_where_none_is_to_come_at_once(service: Service, what: str) -> None:
+    async def work() -> None:
+        async with service.running():
+            member = service.supervisor.members[0]
+            assert service.supervisor._early(member) is not None
+            if what == "ordered":
+                member.ordered = "it moves"
+            elif what == "failures":
+                member.failures = 2
+            else:
+                member.stop.set()
+            assert service.supervisor._early(member) is None
+
+    play(work)
