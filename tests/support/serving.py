@@ -17,6 +17,8 @@ from tests.support.keeper import read_line, wait_until
 from tests.support.processes import Children, kill_and_wait
 
 LIMIT_S = 30.0
+START_S = 120.0
+"""Seconds; a start that imports torch and Transformers takes most of it on a busy machine."""
 
 
 class Reply:
@@ -117,6 +119,21 @@ class Service:
         """SIGTERM, and wait; the exit status."""
         self.process.terminate()
         return self.process.wait(LIMIT_S)
+
+
+class RealService(Service):
+    """``fer serve`` itself, with a real model that is called "tiny".
+
+    Args:
+        more: further arguments of the command.
+    """
+
+    def __init__(self, children: Children, folder: Path, log: Path, *more: str) -> None:
+        self.log = log
+        command = ["-m", "fer", "serve", "--model", str(folder), "--name", "tiny", "--port", "0", *more]
+        with log.open("wb") as file:
+            self.process = children.spawn([sys.executable, *command], stderr=file)
+        self.address = read_line(self.process.stdout, START_S)
 
 
 class Stream:

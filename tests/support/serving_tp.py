@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.keeper import read_line, wait_until
+from tests.support.keeper import wait_until
 from tests.support.processes import Children
-from tests.support.serving import Service
+from tests.support.serving import START_S, RealService
 
-LIMIT_S = 120.0
+LIMIT_S = START_S
 
 
-class TensorParallel(Service):
+class TensorParallel(RealService):
     """The command, in a process.
 
     Args:
@@ -21,11 +20,7 @@ class TensorParallel(Service):
     """
 
     def __init__(self, children: Children, folder: Path, log: Path, *more: str) -> None:
-        self.log = log
-        command = ["-m", "fer", "serve", "--model", str(folder), "--name", "tiny", "--port", "0", "--tp", "2", *more]
-        with log.open("wb") as file:
-            self.process = children.spawn([sys.executable, *command], stderr=file)
-        self.address = read_line(self.process.stdout, LIMIT_S)
+        super().__init__(children, folder, log, "--tp", "2", *more)
 
     def whole(self, members: int, restarts: int = 0) -> dict[str, Any]:
         """Wait until one engine serves and all others stand by, each with both ranks."""

@@ -282,20 +282,19 @@ def test_where_it_cannot_be_started_the_service_goes_on_without(tmp_path: Path, 
 
 
 def test_one_that_no_launcher_forked_is_ended_again(tmp_path: Path, no_fd_leak: None) -> None:
-    plain: list[Child] = []
+    started: list[Child] = []
 
     def spawn(command: Command, stdio: tuple[int, int, int]) -> Child:
-        child = forked(command, stdio)
-        if service.supervisor.restarts == 0 and service.pid:
+        started.append(child := forked(command, stdio))
+        if len(started) == 2:
             child.via = "exec"  # the launcher has gone meanwhile
-            plain.append(child)
         return child
 
     service = Service(tmp_path, spawn)
 
     async def work() -> None:
         async with service.running():
-            await until(lambda: bool(plain) and gone(plain[0].pid))
+            await until(lambda: len(started) == 2 and gone(started[1].pid))
             assert service.spare == 0
             os.kill(service.pid, signal.SIGKILL)
             await service.next()
