@@ -28,6 +28,9 @@ KERNEL_VARIABLES = {
 }
 """Variables that select kernels below any engine, with the reason. Engines add their own through ``settings``."""
 
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+"""Where NVIDIA's kernel module tells its version, which is the driver's."""
+
 
 @dataclass(frozen=True)
 class Unknown:
@@ -148,7 +151,7 @@ def _driver_version() -> str:
 
 
 def _driver_version_of_kernel() -> str:
-    words = Path("/proc/driver/nvidia/version").read_text().split("\n")[0].split()
+    words = KERNEL_MODULE.read_text().split("\n")[0].split()
     return next(word for word in words if word.count(".") >= 1 and word.replace(".", "").isdigit())
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from fer.errors import OptionError
+
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""The GPUs that NVIDIA's kernel module drives."""
 
 
 def resolve(device: str) -> str:
@@ -25,7 +29,7 @@ def resolve(device: str) -> str:
         return "cpu"
     if found.type != "cuda":
         raise OptionError(f"weights on {found.type!r} cannot be kept", fix="Use cpu, cuda, cuda:N or auto")
-    if found.index is not None and found.index < _listed():
+    if found.index is not None and torch.backends.cuda.is_built() and found.index < _listed():
         return f"cuda:{found.index}"
     count = torch.cuda.device_count()
     if (found.index or 0) >= count:
@@ -36,13 +40,23 @@ def resolve(device: str) -> str:
 
 
 def _listed() -> int:
-    """GPUs that this process may use, as far as that shows without asking the driver, which takes some 20 ms."""
+    """GPUs that this process may use, as far as that shows without asking the driver, which takes some 20 ms.
+
+    Less than there are where ``CUDA_VISIBLE_DEVICES`` says more than numbers: what it hides the driver knows best.
+    """
     try:
-        there = len(os.listdir("/proc/driver/nvidia/gpus"))
+        there = len(os.listdir(GPUS))
     except OSError:
         return 0
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return there if chosen is None else min(there, len([each for each in chosen.split(",") if each.strip()]))
+    if chosen is None:
+        return there
+    try:
+        numbers = [int(each) for each in chosen.split(",")]
+    except ValueError:
+        return 0
+    plain = len({*numbers}) == len(numbers) and all(0 <= number < there for number in numbers)
+    return len(numbers) if plain else 0
 
 
 def named(devices: str, world: int) -> list[str]:
