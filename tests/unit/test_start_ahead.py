@@ -1,0 +1,179 @@
+"""What a start begins before it is needed: the device in the background, the empty module beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fer.errors import DriverError, UnsupportedQuantization
+from fer.memory import open as opening
+from fer.options import Options
+from fer.orchestrator import imagine
+from fer.report import Report
+from fer.stages import Start
+from fer.weights import edition
+from fer.weights import stage as weights
+from fer.weights.edition import Workshop
+from fer.weights.stage import WeightsStage
+
+
+class Engine:
+    """As much of one as is asked before its weights are."""
+
+    def __init__(self, device: str = "cuda:1", *, alone: bool = True, quantization: str = "", fault: bool = False):
+        self.device, self._alone, self._quantization, self._fault = device, alone, quantization, fault
+        self.built: list[nn.Module] = []
+        self.asked: list[str] = []
+
+    def alone(self) -> bool:
+        return self._alone
+
+    def import_code(self) -> None:
+        self.asked.append("code")
+
+    def identity(self) -> Any:
+        self.asked.append("identity")
+        return SimpleNamespace(quantization=self._quantization, quantization_config={})
+
+    def build(self) -> nn.Module:
+        if self._fault:
+            raise ValueError("no such layer")
+        self.built.append(nn.Linear(2, 2))
+        return self.built[-1]
+
+
+def start(engine: Engine, **settings: Any) -> Start:
+    made: Any = engine
+    return Start(engine=made, options=Options.load(**settings), report=Report(), parked=False)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What was opened, and whether in the background; no driver is here, as every call is told."""
+    calls: list[tuple[str, ...]] = []
+
+    def now(device: str, transport: str = "auto") -> None:
+        calls.append(("now", device, transport))
+        raise DriverError("there is no driver")
+
+    monkeypatch.setattr(weights, "open_ahead", lambda device, transport: calls.append(("ahead", device, transport)))
+    monkeypatch.setattr(weights, "open_backend", now)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "world", "opens"),
+    [
+        ("cuda:1", {"transport": "vmm"}, "1", True),
+        ("cuda:1", {}, "2", True),
+        ("cuda", {}, "1", True),
+        ("cuda", {}, "2", False),
+        ("cpu", {}, "1", False),
+        ("cuda:1", {"mode": "off"}, "1", False),
+        ("cuda:1", {"weights": False}, "1", False),
+    ],
+)
+def test_a_device_is_opened_early_where_it_is_known_and_wanted(
+    opened: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    settings: dict[str, Any],
+    world: str,
+    opens: bool,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    stage, engine = WeightsStage(), Engine(device, alone=False)
+    transport = settings.get("transport", "auto")
+    stage.begin(start(engine, **settings))
+    assert opened == [("ahead", device, transport)] * opens
+    stage.prepare(start(engine, **settings))  # what goes wrong is told when it is opened for use
+    assert opened[1:] == [("now", device, transport)] * opens
+    stage.ahead(start(engine, **settings))
+    assert not engine.built, "ranks are not told apart yet"
+
+
+def test_nobody_waits_for_the_device_of_an_engine_without_process_groups(opened: list[tuple[str, ...]]) -> None:
+    stage, engine = WeightsStage(), Engine()
+    begun = start(engine)
+    stage.begin(begun)
+    stage.prepare(begun)
+    assert opened == [("ahead", "cuda:1", "auto")]
+    stage.ahead(begun)
+    stage.ahead(begun)
+    assert len(engine.built) == 1 and stage._skeleton is engine.built[0]
+    assert engine.built[0].weight.device.type == "meta"
+    assert {"identity", "skeleton"} <= {step["name"] for step in begun.report.to_json()["steps"]}
+
+
+def test_what_is_wrong_with_a_module_is_told_when_it_is_built_for_use(opened: list[tuple[str, ...]]) -> None:
+    stage, engine = WeightsStage(), Engine(fault=True)
+    stage.imagine(engine)  # type: ignore[arg-type]
+    stage.ahead(start(engine))
+    assert stage._skeleton is None
+
+
+def test_weights_that_cannot_be_kept_are_refused_before_anything_is_built(opened: list[tuple[str, ...]]) -> None:
+    engine = Engine(quantization="gguf-of-mine")
+    with pytest.raises(UnsupportedQuantization):
+        WeightsStage().ahead(start(engine))
+    assert not engine.built
+
+
+def test_what_was_imagined_is_bound_once(opened: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, engine = WeightsStage(), Engine("cpu")
+    stage.imagine(engine)  # type: ignore[arg-type]
+    begun = start(engine)
+    stage.begin(begun)
+    stage.ahead(begun)
+    assert opened == [] and len(engine.built) == 1
+    monkeypatch.setattr(edition, "open_backend", opening.open_backend)
+    workshop = Workshop(begun.engine, begun.options, begun.report, stage._skeleton)
+    assert workshop._skeleton() is engine.built[0]
+    assert workshop._skeleton() is engine.built[1], "one that was bound in vain is bound no further"
+
+
+def test_a_process_that_waits_imagines_what_needs_no_device(opened: list[tuple[str, ...]]) -> None:
+    engine: Any = Engine()
+    stage = imagine(engine).weights
+    assert engine.asked == ["code", "identity"] and isinstance(stage, WeightsStage) and opened == []
+    assert stage._skeleton is engine.built[0]
+    unknown = imagine(None).weights
+    assert isinstance(unknown, WeightsStage) and unknown._skeleton is None
+
+
+# --- in the background ---
+
+
+def joined(work: Callable[[], None]) -> None:
+    """Run it, and wait for the thread that it started."""
+    before = {*threading.enumerate()}
+    work()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_device_that_cannot_be_opened_fails_nobody_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def failing(device: str, transport: str) -> None:
+        seen.extend([device, transport, threading.current_thread() is not threading.main_thread()])
+        raise DriverError("there is no driver")
+
+    monkeypatch.setattr(opening, "open_backend", failing)
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
+    joined(lambda: opening.open_ahead("cuda:3", "vmm"))
+    assert seen == ["cuda:3", "vmm", True]
+
+
+def test_without_a_thread_the_device_is_opened_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    opening.open_ahead("cuda:0")
