@@ -59,18 +59,26 @@ class Recovered:
         intact: memory that it was given to go on with holds what it held.
     """
 
-    def __init__(self, start: stages.Start, graphs: stages.Wide, *, unwarmed: bool = False) -> None:
-        self.intact, self._unwarmed = False, unwarmed
+    def __init__(
+        self, start: stages.Start, graphs: stages.Wide, before: list[stages.Stage], *, unwarmed: bool = False
+    ) -> None:
+        self.intact, self._unwarmed, self._before = False, unwarmed, before
         self._start, self._graphs = start, graphs
         self.report, self.parked = start.report, start.parked
         self._unproven = False  # it has memory anew, and nothing has run on that
 
+    def conclude(self) -> None:
+        """After the first token, once: what takes time and nobody waits for."""
+        before, self._before = self._before, []
+        _finish(self._start, before)
+
     def settle(self) -> None:
-        """For an engine that was to be unparked at once, and is not: warm up, and hold no memory while it waits."""
+        """For an engine that was to be unparked at once, and nobody has tried: warm up, and wait without memory."""
         if self._unwarmed and self.parked:
             self._unwarmed = False
             with short_turns():
                 self._start.engine.warm_up()
+            self.conclude()
             if self._graphs.in_place(self._start):
                 self._graphs.park(self._start)
 
@@ -105,7 +113,7 @@ class Recovered:
         Raises:
             OutOfMemory: as :meth:`unpark`.
         """
-        self.intact = False
+        self.intact = self._unwarmed = False  # what stood for its cache may be gone, whatever comes of this
         if kept is not None:
             try:
                 self.intact = self._graphs.unpark(self._start, kept)
@@ -211,10 +219,13 @@ def _recover(start: stages.Start, weights: stages.Stage, *, at_once: bool) -> Re
         with report.phase("server"):
             engine.first_token()
     report.finish()
-    _finish(start, before)
-    if start.parked and graphs.in_place(start) and not at_once:
+    recovered = Recovered(start, graphs, before, unwarmed=at_once)
+    if at_once:
+        return recovered
+    recovered.conclude()
+    if start.parked and graphs.in_place(start):
         graphs.park(start)  # what stood for the cache in the start is of no use to an engine that waits
-    return Recovered(start, graphs, unwarmed=at_once)
+    return recovered
 
 
 def preload(engine: Engine, options: Options | None = None, **overrides: Any) -> Report:

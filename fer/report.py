@@ -129,6 +129,10 @@ class Report:
         self.stages[name] = StagePath(name=name, path=path, why=why, details=details)
         log.log(logging.WARNING if path == "refused" else logging.INFO, "%s", self.stages[name])
 
+    def expect(self, name: str, path: str, why: str = "") -> None:
+        """What :meth:`stage` will say, as far as that is known: for who reads the report before it does."""
+        self.stages[name] = StagePath(name=name, path=path, why=why)
+
     def finish(self) -> None:
         """The first token is out: the start ends now."""
         self._finished = self.now()

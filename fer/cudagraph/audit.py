@@ -230,9 +230,10 @@ def _pointers(
 ) -> list[str]:
     likely = (words >= _LOWEST) & (words < _HIGHEST) & ~owners.covers(words)
     words, where = words[likely], where[likely]
-    meant = ~_halves(graph, where, owners)
-    words, where = words[meant], where[meant]
     ours = (words >= span[0]) & (words < span[1])
+    # Of what lies elsewhere the driver knows whether it is memory; of the arena it need not have any now.
+    meant = ~(ours & _halves(graph, where, owners))
+    words, where, ours = words[meant], where[meant], ours[meant]
     verdicts: dict[int, str] = {}
     for word in np.unique(words[~ours]).tolist():
         kind = oracle(word)

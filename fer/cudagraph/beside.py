@@ -41,7 +41,7 @@ def first_prompt(start: Start) -> None:
     with start.report.step("first prompt") as span:
         try:
             start.engine.first_prompt()
-        except Exception as error:  # the warm-up takes one too, and tells
+        except Exception as error:  # the warm-up or the self-test takes one too, and tells
             span.details["failed"] = str(error)
 
 

@@ -82,6 +82,9 @@ def capture(
 
     made = Captured(stream=torch.cuda.Stream())
     ordered = sorted(sizes, reverse=True)
+    if torch_private.captures_for_good() and torch_private.captured_for_good():
+        why = "torch's cudaMallocAsync keeps what graphs allocate for good, so none is captured twice in a process"
+        return Captured(stream=made.stream, troubles=dict.fromkeys(ordered, why))
     with torch.inference_mode(), frozen() if freeze else nullcontext():
         begin = time.perf_counter()
         with torch.cuda.stream(made.stream), ranges.scratch.place() if ranges else nullcontext():
@@ -107,7 +110,8 @@ def capture(
                 torch_private.end_failed_capture(pool, graph)
                 pool = ranges.pool.renew().id if ranges else torch.cuda.graph_pool_handle()
             else:
-                torch_private.keep_captured(graph, outputs)
+                if torch_private.captures_for_good():
+                    torch_private.keep_captured(graph, outputs)
             # Nothing has run yet, so that no rank waits for another on its GPU.
             if agree is not None and not agree(size not in made.troubles):
                 made.troubles.setdefault(size, "another rank of this launch could not capture it")
@@ -175,8 +179,12 @@ def baseline(graphs: DecodeGraphs) -> Baseline:
     """Capture the first batch size twice more, into memory that is given back: what FER's own captures compare with.
 
     Raises:
-        RuntimeError: there is no memory for that, or the step cannot be captured.
+        RuntimeError: there is no memory for that, it would not be given back, or the step cannot be captured.
     """
+    from fer.memory import torch_private
+
+    if torch_private.captures_for_good():
+        raise RuntimeError("torch's cudaMallocAsync keeps what graphs allocate for good")
     size = graphs.batch_sizes[0]
     default = capture(graphs, [size], None, freeze=False, keep=False)
     quick = capture(graphs, [size], None, keep=False)

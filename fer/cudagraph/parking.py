@@ -93,11 +93,12 @@ def unpark(plan: Plan, kept: KeptMemory | None = None) -> bool:
     if session is not None:
         session.captured = False
     with plan.restorer.still() if plan.restorer is not None else contextlib.nullcontext():
+        # A start's slab goes first, and what it was to be in place of: there may be no room for both.
+        if kv.mapped and (kept is not None or not kv.backed):
+            kv.rest()
         if kept is None:
             patiently(lambda: kv.back(chunk=CHUNK))
         else:
-            if kv.backed:
-                kv.rest()
             kv.back(kept=kept.parts)
     if session is None or not (moved := session.verify_owners()):
         return kept is not None

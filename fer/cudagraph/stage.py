@@ -103,7 +103,7 @@ class CudaGraphStage(Wide):
                 parking.begin(plan)
             else:
                 parking.fill(plan)
-            plan.ranges.static.map(graphs.static_bytes)
+            patiently(lambda: plan.ranges.static.map(graphs.static_bytes))
         except (OutOfMemory, MappingError, DriverError) as error:
             self._give_up(str(error))
             if start.parked:

@@ -91,6 +91,8 @@ class Session:
         if why := places.lacks_compiler(os.environ, self._root, helpers_fit=self._misfit()):
             self._why.append(why)
             log.warning("%s", why)
+        usable = self._outcome.usable if self._outcome else 0
+        start.report.expect("kernels", "restored" if usable else "loaded", "nothing was asked for yet")
 
     def _new_record(self) -> Path | None:
         """A folder for this start's records, told to children; a start among ranks' children keeps its parent's."""

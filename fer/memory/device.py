@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fer.errors import DriverError
+from fer.errors import DriverError, OutOfMemory
 from fer.memory import driver
 from fer.memory.base import Room
+from fer.memory.patience import patiently
 
 _log = logging.getLogger("fer.memory")
 
@@ -57,7 +58,24 @@ class CudaDevice(DeviceFacts):
     def __init__(self, ordinal: int) -> None:
         super().__init__(ordinal)
         self.pid = os.getpid()
-        self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
+        self._context = self._retain()
+
+    def _retain(self) -> Any:
+        """The context; a process that is dying may still have the memory that it takes."""
+
+        def take() -> Any:
+            try:
+                return driver.call("cuDevicePrimaryCtxRetain", self._device)
+            except DriverError as error:
+                if driver.code_of(error) == driver.OUT_OF_MEMORY:
+                    raise OutOfMemory(f"{self.name} has no memory for a context", why=str(error)) from error
+                raise
+
+        try:
+            return patiently(take)
+        except OutOfMemory as error:
+            assert isinstance(error.__cause__, DriverError)
+            raise error.__cause__ from None
 
     @property
     def context(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 from fer.errors import OutOfMemory
 
@@ -12,7 +12,10 @@ FREED_S: Final = 2.0
 """Seconds in which a driver may still be giving back the memory of a process that is dying, or dead."""
 
 
-def patiently(take: Callable[[], None]) -> None:
+Taken = TypeVar("Taken")
+
+
+def patiently(take: Callable[[], Taken]) -> Taken:
     """Take memory, again and again for :data:`FREED_S` where it lacks. Raises OutOfMemory: it still does."""
     deadline = time.monotonic() + FREED_S
     while True:

@@ -165,23 +165,27 @@ class NamedRange:
         size, slab = -(-size // granule) * granule, -(-slab // granule) * granule
         if self.mapped:
             raise MappingError(f"the range {self.name} is mapped already")
+        handles: dict[int, Any] = {}
         with self.device.current():
-            whole = self._create(min(slab, size), size)
-            end = self.address + size
-            at = self.address
             try:
+                at, end = self.address, self.address + size
                 while at < end:
                     length = min(slab, end - at)
-                    handle = whole if length == min(slab, size) else self._create(length, length)
-                    driver.call("cuMemMap", at, length, 0, handle, 0)
-                    self._aliases.append(_Chunk(at, length, handle))
+                    if length not in handles:  # the last one may be shorter
+                        handles[length] = self._create(length, size)
+                    driver.call("cuMemMap", at, length, 0, handles[length], 0)
+                    self._aliases.append(_Chunk(at, length, handles[length]))
                     at += length
+                self._allow(self.address, size)
+                driver.call("cuMemsetD8", self.address, 0, min(slab, size))
+                self.device.synchronize()
             except BaseException:
-                self._unmap_aliases()
+                for alias in self._aliases:
+                    driver.quietly("cuMemUnmap", alias.address, alias.size)
+                self._aliases.clear()
+                for handle in handles.values():
+                    driver.quietly("cuMemRelease", handle)
                 raise
-            self._allow(self.address, size)
-            driver.call("cuMemsetD8", self.address, 0, min(slab, size))
-            self.device.synchronize()
         self.mapped = size
         self.allocator.limit = self.address + size
 

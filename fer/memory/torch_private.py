@@ -218,12 +218,25 @@ def end_failed_capture(pool: tuple[int, int], graph: Any) -> None:
     torch._C._cuda_releasePool(device, pool)
 
 
-def keep_captured(graph: Any, outputs: Any) -> None:
-    """Under torch's cudaMallocAsync allocator, keep a captured graph and its outputs to the end of the process.
+_captured_for_good = 0
+
+
+def captures_for_good() -> bool:
+    """Whether what a graph allocates stays for the rest of the process: under torch's cudaMallocAsync allocator.
 
     There the memory of an output belongs to its graph, until the graph was replayed. Freeing it before, or after the
-    graph is gone, is an error of the driver inside a destructor, and ends the process; that of a module's variables
-    when the interpreter ends is one too. Torch's own allocator has no such end and nothing is kept.
+    graph is gone, is an error of the driver inside a destructor, and ends the process.
     """
-    if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((graph, outputs)))
+    return torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+
+
+def captured_for_good() -> int:
+    """Graphs that :func:`keep_captured` keeps."""
+    return _captured_for_good
+
+
+def keep_captured(graph: Any, outputs: Any) -> None:
+    """Keep a graph and its outputs to the end of the process, and beyond the end of the interpreter."""
+    global _captured_for_good
+    _captured_for_good += 1
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object((graph, outputs)))

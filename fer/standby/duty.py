@@ -57,6 +57,9 @@ class Parking(Protocol):
     def settle(self) -> None:
         """Nobody has it serve at once: do what else a start does for an engine that waits."""
 
+    def conclude(self) -> None:
+        """It serves: do what its start has left for after the first token."""
+
     def park(self) -> bool:
         """Give the memory back; whether it could."""
 
@@ -153,7 +156,12 @@ class Worker:
                 else:
                     answers.admit()
                 self._supervised.say(said)
+                if isinstance(said, wire.Unpromoted):
+                    engine.settle()
                 if isinstance(said, wire.Promoted):
+                    later = threading.Timer(AT_ONCE_S, engine.conclude)  # requests come first
+                    later.daemon = True
+                    later.start()
                     answers.scheduler.run()  # until a Park, which is the next order then
             elif isinstance(order, wire.Park):
                 answers.shut()

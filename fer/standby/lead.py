@@ -100,6 +100,9 @@ class LedEngine:
     def settle(self) -> None:
         """Ranks warm up in their start."""
 
+    def conclude(self) -> None:
+        """And have taken their first token in it."""
+
     def park(self) -> bool:
         self._call_the_roll()
         self._cohort.tell(rank_wire.Park())

@@ -12,7 +12,7 @@ from pathlib import Path
 from fer.errors import EngineDied, FerError
 from fer.standby import wire
 from fer.standby.member import STABLE_S, Begun, Member
-from fer.standby.process import Command, Process, Spawn
+from fer.standby.process import CLOSED_S, Command, Process, Spawn
 from fer.standby.rankgroup import Limits, RankGroup, explain
 from fer.standby.router import Target
 from fer.standby.version import Version
@@ -183,7 +183,7 @@ class Lives:
 
     def _discard(self, begun: Begun) -> None:
         """End what was begun and is not needed. Nobody waits for that: a launcher that hangs must not hold us up."""
-        task = asyncio.create_task(begun.discard())
+        task = asyncio.create_task(begun.discard(2 * self._limits.end.kill_s))
         self._discards.add(task)
         task.add_done_callback(self._discards.discard)
 
@@ -202,14 +202,18 @@ class Lives:
         commands: Callable[[Path], Sequence[Command]],
         early: Callable[[], wire.Stand | None],
     ) -> Process:
-        """Wait for the first process that ends; its successor is begun at the first sign of it, where that may be."""
+        """Wait for the first process that ends, or has closed all it had and is not let go by the kernel in time.
+
+        Its successor is begun at the first sign, where that may be.
+        """
         closing, death = asyncio.ensure_future(group.closing()), asyncio.ensure_future(group.death())
         try:
             await asyncio.wait([closing, death], return_when=asyncio.FIRST_COMPLETED)
             if not death.done() and (stand := early()) is not None:
                 log.info("%s: %s is dying, the next engine begins", member.name, _pids(group))
                 member.begun = await self._take(member, stand) or self._begin(member, commands, stand)
-            return await death
+            await asyncio.wait([death], timeout=CLOSED_S + self._limits.end.kill_s)
+            return death.result() if death.done() else group.lingering()
         finally:
             for task in (closing, death):
                 task.cancel()

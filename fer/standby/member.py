@@ -72,10 +72,14 @@ class Begun:
             return False
         return await asyncio.to_thread(version.weights) == self.started.result()
 
-    async def discard(self) -> None:
-        """End it: it is not needed."""
+    async def discard(self, limit_s: float) -> None:
+        """End it: it is not needed. What the kernel holds for longer than ``limit_s`` is let go of here."""
         await asyncio.gather(self.started, return_exceptions=True)
-        await self.group.end(at_once=True)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.group.end(at_once=True)
+        except TimeoutError:
+            await self.group.close()
 
 
 @dataclass(kw_only=True)

@@ -81,6 +81,10 @@ class RankGroup:
         signs = [asyncio.shield(process.closing) for process in self.processes]
         await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
 
+    def lingering(self) -> Process:
+        """The first that showed such a sign."""
+        return min((process for process in self.processes if process.closed), key=lambda process: process.closed)
+
     async def death(self) -> Process:
         """Wait for the first process that ends."""
         endings = [asyncio.shield(process.ended) for process in self.processes]
@@ -96,9 +100,12 @@ class RankGroup:
             return ended[0]
         # Of several at once the one that could say why is most likely the cause, or else the one that was killed:
         # ranks end by themselves when another one has.
+        for process in ended:
+            await process.heard()
+        causes = [process for process in ended if not isinstance(process.broken, PeerRankFailed)]
+        told = [process for process in causes if process.broken is not None]
         killed = [process for process in ended if await process.status() < 0]
-        told = [p for p in ended if p.broken is not None and not isinstance(p.broken, PeerRankFailed)]
-        return [*told, *killed, *ended][0]
+        return [*told, *killed, *causes, *ended][0]
 
     @property
     def first(self) -> Process:

@@ -104,7 +104,8 @@ class Succession:
         self._router.activate(None)
         self._router.on_token = None
         if died is not None:
-            self.outage = Outage(died=died.died, noticed=min(died.closed or died.died, died.died))
+            seen = died.died or time.monotonic_ns()  # of one that the kernel does not let go of
+            self.outage = Outage(died=seen, noticed=min(died.closed or seen, seen))
             log.warning("%s, process %d, died while %s", member.name, died.pid, was)
         if member.trial and target.answered:
             self.commit(member)

@@ -112,7 +112,11 @@ class Begun(_Line, frozen=True, tag="begun"):
 
 
 class Ready(_Line, frozen=True, tag="ready"):
-    """The worker listens and has made its first token. ``report`` is :meth:`fer.report.Report.to_json`."""
+    """The worker has recovered and listens; its first token may be that of its promotion.
+
+    Attributes:
+        report: :meth:`fer.report.Report.to_json`.
+    """
 
     at: int
     context: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import os
 import sys
 import threading
@@ -72,10 +73,12 @@ class Loader:
 
         if self._arguments.world > 1:
             return
-        # Which device "auto" is torch asks of the driver, which is then in this process for good.
+        # Which device "auto" is, and how that multiplies quantised weights, torch asks of the driver, which is then in
+        # this process for good.
         named = self._arguments.device.startswith(("cpu", "cuda:"))
         with contextlib.suppress(Exception):
-            engine = self._make() if named else None
+            config = json.loads((self._arguments.model / "config.json").read_text())
+            engine = self._make() if named and not config.get("quantization_config") else None
             self._engine, self._imagined = engine, imagine(engine)
             gc.freeze()
 

@@ -57,6 +57,9 @@ class Engine:
     def settle(self) -> None:
         """It waits as it was started."""
 
+    def conclude(self) -> None:
+        """Nothing was left over."""
+
     def keep(self) -> None:
         """There is nothing to keep."""
 

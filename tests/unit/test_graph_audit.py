@@ -100,6 +100,12 @@ def test_the_halves_of_two_words_of_a_structure_make_no_address(before: int) -> 
     assert "nobody owns" in reasons(graph_of(0, packed, layout=layout))[0], "nothing else explains it"
 
 
+@pytest.mark.parametrize("beside", [2, KV.address >> 32])
+def test_a_packed_pointer_that_the_driver_knows_counts_whatever_is_beside_it(beside: int) -> None:
+    block = struct.pack("<IQI", 1, NOWHERE, beside)
+    assert "memory outside the arena" in reasons(graph_of(0, block, layout=((0, 16),)))[0]
+
+
 def test_a_pointer_at_its_natural_place_counts_whatever_is_beside_it() -> None:
     for pair in ((NOWHERE, KV.address), (KV.address, NOWHERE), (KV.address + (1 << 30), KV.address)):
         assert len(reasons(graph_of(0, struct.pack("<QQ", *pair), layout=((0, 16),)))) == 1

@@ -31,6 +31,7 @@ class SlabRange(FakeRange):
 
     def map_over_and_over(self, size: int, slab: int) -> None:
         self.asked.append(("slab", slab))
+        self.mapped = size
 
     backed = False
 
@@ -39,10 +40,10 @@ class SlabRange(FakeRange):
         if kept and kept[0][0] == 3:
             raise MappingError("memory kept for the range kv does not fit")
         self.asked.append(("kept" if kept else "back", 0))
-        self.backed = True
+        self.backed, self.mapped = True, 1
 
     def rest(self) -> None:
-        self.backed = False
+        self.backed, self.mapped = False, 0
         self.asked.append(("rest", 0))
 
     def _lack(self) -> None:
@@ -71,7 +72,7 @@ def test_restored_graphs_wait_over_the_recorded_slab(bench: Bench) -> None:
     used = dict(bench.graphs.used)
     bench.stage.unpark(bench.start)
     assert bench.stage.park(bench.start)
-    assert kv(bench).asked[1:] == [("back", 0), ("rest", 0)]
+    assert kv(bench).asked[1:] == [("rest", 0), ("back", 0), ("rest", 0)], "the slab of the start goes first"
     assert bench.graphs.used == used and not bench.captures, "the graphs are the same ones"
 
 
@@ -127,7 +128,7 @@ def test_memory_that_was_kept_takes_the_place_of_its_own(bench: Bench) -> None:
     kept: Any = KeptMemory("GPU-1", "cuda", [(8, None)])  # type: ignore[list-item]
     assert bench.stage.unpark(bench.start, kept) is True
     assert bench.stage.unpark(bench.start, kept) is True
-    assert kv(bench).asked[1:] == [("kept", 0), ("rest", 0), ("kept", 0)]
+    assert kv(bench).asked[1:] == [("rest", 0), ("kept", 0), ("rest", 0), ("kept", 0)]
     for gpu, size in (("GPU-1", 3), ("GPU-2", 8)):
         with pytest.raises(MappingError):
             bench.stage.unpark(bench.start, KeptMemory(gpu, "cuda", [(size, None)]))  # type: ignore[list-item]

@@ -133,6 +133,22 @@ def test_one_slab_stands_in_for_a_whole_cache(fake: FakeDriver, ranges: Ranges) 
     assert (fake.used(), fake.mapped, kv.mapped) == (0, {}, 0)
 
 
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [("cuMemCreate", 0), ("cuMemCreate", 1), ("cuMemMap", 0), ("cuMemMap", 9), ("cuMemSetAccess", 0),
+     ("cuMemsetD8", 0), ("cuCtxSynchronize", 0)],
+)  # fmt: skip
+def test_a_slab_that_cannot_be_made_leaves_nothing_and_is_made_again(
+    fake: FakeDriver, ranges: Ranges, call: str, after: int
+) -> None:
+    fake.fail(call, after=after)
+    with pytest.raises(DriverError):
+        ranges.kv.map_over_and_over(1000 * MIB, 64 * MIB)
+    assert (fake.used(), fake.mapped, ranges.kv.mapped) == (0, {}, 0)
+    ranges.kv.map_over_and_over(1000 * MIB, 64 * MIB)
+    assert fake.used() == (64 + 1000 % 64) * MIB
+
+
 def test_a_closed_range_can_be_mapped_again(fake: FakeDriver, ranges: Ranges) -> None:
     ranges.scratch.map(MIB)
     ranges.scratch.close()
