@@ -66,13 +66,10 @@ class Spared(RealService):
         kill()
         return stream.rest().text
 
-    def served_by(self, restarts: int) -> int:
-        """The pid of the engine after so many deaths."""
-        return int(
-            self.until_status(f"{restarts} restarts", lambda status: status["pid"] and status["restarts"] == restarts)[
-                "pid"
-            ]
-        )
+    def after(self, *pids: int) -> int:
+        """The pid of the engine that serves when these do no more."""
+        wait_until(lambda: self.pid not in (0, *pids), f"another one serves: {self.log.read_text()}", START_S)
+        return self.pid
 
 
 def kill(*pids: int) -> None:
@@ -94,22 +91,24 @@ def test_answers_outlive_engine_and_spare(
 
     engine, spare = service.waiting()
     assert service.disturbed(lambda: kill(engine)) == whole
-    assert service.served_by(1) == spare, service.log.read_text()
+    assert service.after(engine) == spare, service.log.read_text()
     status = service.status()
-    assert status["last_outage"]["path"] == "launcher" and status["requests"]["resumed"] == 1
+    assert (
+        status["restarts"] == 1 and status["last_outage"]["path"] == "launcher" and status["requests"]["resumed"] == 1
+    )
     assert status["members"][0]["recovery"]["stages"]["weights"]["path"] == "attached"
 
     engine, spare = service.waiting()
     kill(spare)
     wait_until(lambda: not service.spare, "it is named no more")
     assert service.disturbed(lambda: kill(engine)) == whole
-    assert service.served_by(2) not in (engine, spare)
+    service.after(engine, spare)
 
     engine, spare = service.waiting()
     assert service.disturbed(lambda: kill(engine, spare)) == whole
-    assert service.served_by(3) not in (engine, spare)
-    assert service.disturbed(lambda: kill(service.pid)) == whole, "before or after there is a spare again"
-    service.served_by(4)
+    engine = service.after(engine, spare)
+    assert service.disturbed(lambda: kill(engine)) == whole, "whether or not there is a spare again"
+    service.after(engine)
 
     engine, spare = service.waiting()
     content = (folder / "config.json").read_bytes()
@@ -117,21 +116,21 @@ def test_answers_outlive_engine_and_spare(
     os.utime(folder / "config.json", (1, 1))
     kill(engine)
     assert service.complete(PROMPT, COUNT).text == whole
-    assert service.served_by(5) != spare and await_end(spare)
+    assert service.after(engine) != spare and await_end(spare)
 
     engine, spare = service.waiting()
     shutil.copy(other / "model.safetensors", folder / "new")
     os.replace(folder / "new", folder / "model.safetensors")
     kill(engine)
     assert service.complete(PROMPT, COUNT).text == others, "the folder's answer, not that of what was there before"
-    assert service.served_by(6) != spare and await_end(spare)
+    assert service.after(engine) != spare and await_end(spare)
 
     engine, spare = service.waiting()
     children.kill(launcher.process)
     assert service.disturbed(lambda: kill(engine)) == others
-    assert service.served_by(7) == spare, "it outlives its launcher, as engines do"
+    assert service.after(engine) == spare, "it outlives its launcher, as engines do"
     assert service.disturbed(lambda: kill(spare)) == others
-    service.served_by(8)
+    service.after(spare)
     assert service.status()["last_outage"]["path"] == "exec" and not service.spare
     assert service.status()["requests"]["differed"] == 0
     assert service.end() == 0, service.log.read_text()
@@ -171,7 +170,7 @@ def test_it_ends_with_the_service(
     assert service.admin("POST", "/admin/update", {"model": str(other)}).status == 200
     assert all(await_end(pid) for pid in before), "the spare of a model that is served no more"
     now = service.waiting()
-    assert service.disturbed(lambda: kill(now[0])) == others and service.served_by(1) == now[1]
+    assert service.disturbed(lambda: kill(now[0])) == others and service.after(now[0]) == now[1]
     pids = service.waiting()
     assert service.end() == 0, service.log.read_text()
     assert all(await_end(pid, 0.0) for pid in pids), "all end before it does"

@@ -200,8 +200,7 @@ def test_both_may_die_at_once(service: Service, spare_first: bool, no_fd_leak: N
             both = [service.pid, await service.waiting()]
             for pid in reversed(both) if spare_first else both:
                 os.kill(pid, signal.SIGKILL)
-            await service.next()
-            await until(lambda: service.pid not in (0, *both))
+            await until(lambda: service.pid not in (0, *both))  # a dead spare may count as an engine, or not
             assert all(gone(pid) for pid in both)
 
     play(work)
