@@ -16,11 +16,13 @@ from torch import nn
 from fer.engines.transformers import TransformersEngine
 from fer.orchestrator import Imagined, Recovered, imagine, recover_for_duty
 from fer.report import boottime_ns
-from fer.standby.process import Command, through
+from fer.standby import wire
+from fer.standby.process import Command, Process, through
 from fer.standby.router import Router, RouterLimits
 from fer.standby.supervisor import Supervisor
 from fer.standby.version import Version
 from tests.integration.test_serve_engine import LIMIT_S, Serving, play
+from tests.integration.test_serve_engine import _Child as Forked
 from tests.support import engine_models, serve_models
 from tests.support.keeper import Keeper
 from tests.support.processes import ROOT
@@ -129,6 +131,39 @@ def test_what_was_imagined_of_weights_that_nobody_keeps_does_no_harm(
         assert start.report.stages["weights"].path == ("off" if settings else "loaded")
         start.unpark()
         assert engine.generate(IDS, 20) == right
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_spare_of_a_template_that_is_another_now_ends(
+    folder: Path, runtime_dir: Path, tmp_path: Path, stale: bool
+) -> None:
+    file = tmp_path / "template.py"
+    worker = ("--socket", str(runtime_dir / "w.sock"), "--model", str(folder), "--device", "cpu")
+    command = Command(
+        arguments=("python", "-m", "tests.support.stale_worker", *worker, "--max-length", "128"),
+        environment={**os.environ, "TEST_STALE": str(file)},
+    )
+
+    async def work() -> None:
+        spawn: Any = Forked
+        spare = await Process.start(command, spawn, None)
+        while not (tmp_path / "imagined").exists():
+            await asyncio.sleep(0.01)
+        if stale:
+            file.touch()
+        spare.go(wire.SERVE)
+        if stale:
+            await spare.ended
+            assert await spare.status() == 1
+            assert f"this spare engine ends: {file} changed" in await spare.why()
+        else:
+            await spare.ready
+            assert not spare.ended.done()
+            spare.signal(signal.SIGKILL)
+            await spare.ended
+        await spare.close()
+
+    play(work())
 
 
 FORKED = """
