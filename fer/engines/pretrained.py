@@ -89,6 +89,12 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
+def ends_of(module: Any) -> frozenset[int]:
+    """Tokens that end an answer."""
+    end = module.generation_config.eos_token_id
+    return frozenset(end if isinstance(end, list) else [] if end is None else [end])
+
+
 def architectures(folder: Path) -> list[str]:
     """Names of model classes, as ``config.json`` has them.
 

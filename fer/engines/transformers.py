@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fer.engines import cache, compiled, estimate, fp8, pretrained, process, ranks
+from fer.engines import cache, compiled, estimate, fp8, pretrained, process, ranks, wake
 from fer.engines.base import Engine, EngineIdentity, Ranks
 from fer.engines.quiet import quiet
 from fer.errors import CheckpointError, FerBug, MappingError, OptionError, UsageError
@@ -274,15 +274,10 @@ class TransformersEngine(Engine):
         return cache.cache_bytes(config, rows, self.max_length, itemsize, self.identity().ranks.tp_size)
 
     def wake_libraries(self) -> None:
-        device, dtype = torch.device(self.device), getattr(torch, self.identity().dtype)
-        if device.type == "cuda":
-            with torch.cuda.device(device), torch.inference_mode():
-                row = torch.ones(1, 64, dtype=dtype, device=device)
-                nn.functional.silu(row @ row.T).argmax().item()
+        wake.libraries(torch.device(self.device), getattr(torch, self.identity().dtype))
 
     def first_prompt(self) -> None:
-        decode = self.graphs()
-        if decode is not None:
+        if (decode := self.graphs()) is not None:
             decode.prompt(0, [self.any_token()])
 
     def warm_up(self) -> None:
@@ -327,7 +322,7 @@ class TransformersEngine(Engine):
         for ids in prompts:
             self._check_length(ids, max_new_tokens)
         decode.settle()
-        ends = self._ends()
+        ends = pretrained.ends_of(self.module)
         answers: list[list[int]] = [[] for _ in prompts]
         tokens = [decode.prompt(row, ids) for row, ids in enumerate(prompts)]
         done = [False] * len(prompts)
@@ -361,9 +356,11 @@ class TransformersEngine(Engine):
         self._check_length(ids, max_new_tokens)
         decode = self.graphs()
         if decode is not None:
-            yield from self._stream_from(decode, ids, max_new_tokens, self._ends() if stop else frozenset())
+            yield from self._stream_from(
+                decode, ids, max_new_tokens, pretrained.ends_of(self.module) if stop else frozenset()
+            )
             return
-        ends = self._ends() if stop else frozenset()
+        ends = pretrained.ends_of(self.module) if stop else frozenset()
         logits = self.prefill(ids)
         for number in range(max_new_tokens):
             token = int(logits.argmax())
@@ -427,10 +424,6 @@ class TransformersEngine(Engine):
         batch = torch.tensor([list(ids)], device=self.device)
         output = model(input_ids=batch, use_cache=True, logits_to_keep=1, **{self._cache_name: self._cache})
         return output.logits[0, -1]  # type: ignore[no-any-return]
-
-    def _ends(self) -> frozenset[int]:
-        end = self.module.generation_config.eos_token_id
-        return frozenset(end if isinstance(end, list) else [] if end is None else [end])
 
     def any_token(self) -> int:
         """A token of the vocabulary, to warm up with."""

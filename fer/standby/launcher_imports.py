@@ -30,6 +30,7 @@ DEFAULT = (
     "fer.engines.cache",
     "fer.engines.decode",
     "fer.engines.devices",
+    "fer.engines.wake",
     "fer.kernels.compat",
     "fer.kernels.inductor",
     "fer.kernels.registry",

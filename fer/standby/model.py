@@ -51,8 +51,9 @@ class TransformersModel:
         self.context = engine.max_length
         self.rows: Rows = rows_of(engine)
         self.vocabulary = int(engine.module.config.get_text_config().vocab_size)
-        end: Any = engine.module.generation_config.eos_token_id
-        self.ends = frozenset(end if isinstance(end, list) else [] if end is None else [end])
+        from fer.engines.pretrained import ends_of
+
+        self.ends = ends_of(engine.module)
         self._tokenizer = engine.tokenizer
         # Its first call settles options inside it, which must not happen while another thread reads them.
         self.encode("a")
