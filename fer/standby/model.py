@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fer.errors import RequestError, UsageError
 from fer.standby.scheduler import Job, Rows, rows_of
