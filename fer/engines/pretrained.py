@@ -21,6 +21,7 @@ from fer import warm
 from fer.errors import CheckpointError, OptionError
 from fer.weights.shards import read_header
 
+_CONFIGURATIONS = ("config", "generation_config")
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _TOKENIZER_FILES = (
@@ -87,6 +88,22 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
+def check_unchanged(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Whether a folder's configuration is still what an identity's settings tell.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    compared = compared_config(folder)
+    changed = [name for name in _CONFIGURATIONS if compared.get(name) != settings.get(name)]
+    if changed:
+        raise CheckpointError(
+            f"{' and '.join(f'{name}.json' for name in changed)} of {folder} changed during the start",
+            fix="Start again once the folder is complete",
+            path=str(folder),
+        )
 
 
 def ends_of(module: Any) -> frozenset[int]:

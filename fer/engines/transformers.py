@@ -27,7 +27,6 @@ from fer.errors import CheckpointError, FerBug, MappingError, OptionError, Usage
 from fer.weights import quantization as guard
 from fer.weights.shards import resolve
 
-_CONFIGURATIONS = ("config", "generation_config")
 if TYPE_CHECKING:
     from fer.engines.decode import TransformersGraphs
     from fer.memory.kept import KeptMemory
@@ -457,15 +456,7 @@ class TransformersEngine(Engine):
 
     def _unchanged(self, module: nn.Module) -> nn.Module:
         """The module, made of the configuration that the identity tells; it was read from the files once more."""
-        compared = pretrained.compared_config(self.folder)
-        settings = self.identity().settings
-        changed = [name for name in _CONFIGURATIONS if compared.get(name) != settings.get(name)]
-        if changed:
-            raise CheckpointError(
-                f"{' and '.join(f'{name}.json' for name in changed)} of {self.folder} changed during the start",
-                fix="Start again once the folder is complete",
-                path=str(self.folder),
-            )
+        pretrained.check_unchanged(self.folder, self.identity().settings)
         return module
 
     def _describe(self) -> EngineIdentity:
