@@ -91,10 +91,8 @@ class RankGroup:
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
         for first in [process for process in self.processes if process.ended.done()]:
             await first.heard()
-            if isinstance(first.broken, PeerRankFailed):  # it ends for another's sake, which does so in a moment
-                others = [asyncio.shield(p.ended) for p in self.processes if not p.ended.done()]
-                if others:
-                    await asyncio.wait(others, timeout=PEER_S, return_when=asyncio.FIRST_COMPLETED)
+            if others := [asyncio.shield(process.ended) for process in self._causes(first)]:
+                await asyncio.wait(others, timeout=PEER_S, return_when=asyncio.FIRST_COMPLETED)
         ended = sorted((process for process in self.processes if process.ended.done()), key=lambda p: p.died)
         if len(ended) == 1:
             return ended[0]
@@ -106,6 +104,14 @@ class RankGroup:
         told = [process for process in causes if process.broken is not None]
         killed = [process for process in ended if await process.status() < 0]
         return [*told, *killed, *causes, *ended][0]
+
+    def _causes(self, ended: Process) -> list[Process]:
+        """Those that one may have ended for, and which will end in a moment: it says so, or they have begun to."""
+        if ended.broken is not None and not isinstance(ended.broken, PeerRankFailed):
+            return []
+        left = [process for process in self.processes if not process.ended.done()]
+        ending = [process for process in left if process.broken is not None or process.closing.done()]
+        return ending or (left if ended.broken is not None else [])
 
     @property
     def first(self) -> Process:
