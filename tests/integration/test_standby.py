@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,8 +283,12 @@ def test_many_deaths_leave_nothing_behind(start: Start, keeper: Keeper) -> None:
     assert service.complete("first", 20).text == expected("first", 20)
     both(service)
 
-    def held() -> list[int]:
-        return [len(open_descriptors(service.process.pid)), keeper.status().descriptors, len(keeper.descriptors())]
+    def held() -> list[Counter[str]]:
+        """Kinds of descriptors of service and keeper, and how many of each."""
+        status = keeper.status()
+        pids = service.process.pid, status.pid
+        kept = Counter({"kept for others": status.descriptors})
+        return [kept, *(Counter(re.sub(r"\d+", "N", what) for what in open_descriptors(pid).values()) for pid in pids)]
 
     counted = held()
     for number in range(5):
@@ -292,8 +298,17 @@ def test_many_deaths_leave_nothing_behind(start: Start, keeper: Keeper) -> None:
         both(service)
         stream.close()
 
-    def settled() -> bool:
-        return all(now <= before for now, before in zip(held(), counted, strict=True))
+    left = counted
 
-    wait_until(settled, f"as many descriptors as before: {counted}, {held()}", 5.0)
+    def settled() -> bool:
+        nonlocal left
+        left = [now - before for now, before in zip(held(), counted, strict=True)]
+        return not any(left)
+
+    try:
+        wait_until(settled, "no more descriptors than before", 15.0)
+    except AssertionError as error:
+        raise AssertionError(
+            f"more than before: {left}; {service.status()}; {service.log.read_text()[-2000:]}"
+        ) from error
     nothing_is_left(service, keeper)
