@@ -127,7 +127,7 @@ def test_the_keeper_ends_what_is_left_where_nobody_else_can(start: Start, keeper
     halt(before[1])
     kill_and_wait(before[0])
     wait_until(lambda: not _runs(before[1]), "the keeper has ended the rank that stood still")
-    assert holders(keeper) == []
+    wait_until(lambda: holders(keeper) == [], "it has seen their end as well")
     os.kill(service.process.pid, signal.SIGCONT)
     assert service.complete("hello", 20).text == expected("hello", 20)
     all_ready(service)
