@@ -285,7 +285,7 @@ def _words(tables: Tables, graph: Graph) -> tuple[Array, Array]:
     """Every eight bytes that may be a pointer, and where each begins in params.
 
     They are read at offsets 0 and 4 (packed structures), but not across two parameters of a kernel: the half of one
-    and the half of the next make a number that nobody meant, and one in some hundred thousand lies in the arena.
+    and the half of the next make a number that nobody meant, and that may look like an address of the arena.
     """
     inner = [_places(tables, *row) for row in graph.nodes[["kind", "function", "size"]].tolist()]
     counts = [len(each) for each in inner]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fer.cudagraph import parking
@@ -43,10 +43,3 @@ def first_prompt(start: Start) -> None:
             start.engine.first_prompt()
         except Exception as error:  # the warm-up or the self-test takes one too, and tells
             span.details["failed"] = str(error)
-
-
-def on(device: str) -> AbstractContextManager[object]:
-    """The engine's GPU as torch's current one: streams and generators are asked for without naming a device."""
-    import torch
-
-    return torch.cuda.device(device) if torch.cuda.is_available() else nullcontext()

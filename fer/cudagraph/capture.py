@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,13 @@ def frozen() -> Iterator[None]:
             gc.enable()
 
 
+def on(device: str) -> AbstractContextManager[object]:
+    """The engine's GPU as torch's current one: streams and generators are asked for without naming a device."""
+    import torch
+
+    return torch.cuda.device(device) if torch.cuda.is_available() else nullcontext()
+
+
 def capture(
     graphs: DecodeGraphs,
     sizes: Sequence[int],
@@ -82,7 +89,7 @@ def capture(
 
     made = Captured(stream=torch.cuda.Stream())
     ordered = sorted(sizes, reverse=True)
-    if torch_private.captures_for_good() and torch_private.captured_for_good():
+    if torch_private.captured_for_good():
         why = "torch's cudaMallocAsync keeps what graphs allocate for good, so none is captured twice in a process"
         return Captured(stream=made.stream, troubles=dict.fromkeys(ordered, why))
     with torch.inference_mode(), frozen() if freeze else nullcontext():
@@ -110,8 +117,7 @@ def capture(
                 torch_private.end_failed_capture(pool, graph)
                 pool = ranges.pool.renew().id if ranges else torch.cuda.graph_pool_handle()
             else:
-                if torch_private.captures_for_good():
-                    torch_private.keep_captured(graph, outputs)
+                torch_private.keep_captured(graph, outputs)
             # Nothing has run yet, so that no rank waits for another on its GPU.
             if agree is not None and not agree(size not in made.troubles):
                 made.troubles.setdefault(size, "another rank of this launch could not capture it")

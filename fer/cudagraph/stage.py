@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fer import __version__
 from fer.cudagraph import beside, parking, state
 from fer.cudagraph import plan as planning
+from fer.cudagraph.capture import on
 from fer.cudagraph.check import NO_MEMORY
 from fer.cudagraph.outcome import Outcome, figures, first_reasons, left, say, seconds, usable
 from fer.cudagraph.plan import Plan
@@ -169,7 +170,7 @@ class CudaGraphStage(Wide):
         """Capture graphs over a cache that has new addresses."""
         graphs = self._graphs
         if graphs is not None and (self._plan is None or not self._placed):
-            with beside.on(start.engine.device):
+            with on(start.engine.device):
                 self._capture(start, graphs, graphs.batch_sizes, None, keep=False)
 
     def run(self, start: Start) -> None:
@@ -181,7 +182,7 @@ class CudaGraphStage(Wide):
         elif self._graphs is None:
             start.report.stage(self.name, path="absent", why="the engine describes no graphs; its own path")
         else:
-            with beside.on(start.engine.device):
+            with on(start.engine.device):
                 self._provide(start)
 
     def _provide(self, start: Start) -> None:
@@ -439,7 +440,8 @@ class CudaGraphStage(Wide):
             captured = capture(graphs, sizes, ranges, keep=keep, agree=agree)
         for size, graph in captured.graphs.items():
             graphs.use(size, graph, captured.outputs[size])
-        for size in captured.troubles:
+        for size, why in captured.troubles.items():
+            log.warning("no graph for %d rows, which run eagerly: %s", size, why)
             graphs.use(size, None, None)
         return captured
 

@@ -218,7 +218,7 @@ def end_failed_capture(pool: tuple[int, int], graph: Any) -> None:
     torch._C._cuda_releasePool(device, pool)
 
 
-_captured_for_good = 0
+_for_good = False
 
 
 def captures_for_good() -> bool:
@@ -230,13 +230,14 @@ def captures_for_good() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
 
 
-def captured_for_good() -> int:
-    """Graphs that :func:`keep_captured` keeps."""
-    return _captured_for_good
+def captured_for_good() -> bool:
+    """Whether :func:`keep_captured` keeps a graph."""
+    return _for_good
 
 
 def keep_captured(graph: Any, outputs: Any) -> None:
-    """Keep a graph and its outputs to the end of the process, and beyond the end of the interpreter."""
-    global _captured_for_good
-    _captured_for_good += 1
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object((graph, outputs)))
+    """Where graphs are for good, keep one and its outputs to the process's end, and beyond the interpreter's."""
+    global _for_good
+    if captures_for_good():
+        _for_good = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((graph, outputs)))

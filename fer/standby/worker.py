@@ -76,11 +76,13 @@ class Loader:
         # Which device "auto" is, and how that multiplies quantised weights, torch asks of the driver, which is then in
         # this process for good.
         named = self._arguments.device.startswith(("cpu", "cuda:"))
+        self._imagined = imagine(None)
         with contextlib.suppress(Exception):
             config = json.loads((self._arguments.model / "config.json").read_text())
-            engine = self._make() if named and not config.get("quantization_config") else None
-            self._engine, self._imagined = engine, imagine(engine)
-            gc.freeze()
+            if named and not config.get("quantization_config"):
+                engine = self._make()
+                self._imagined, self._engine = imagine(engine), engine
+        gc.freeze()
 
     def __call__(self, stand: wire.Stand) -> tuple[Model, Recovered]:
         """The engine, recovered. Raises what :func:`fer.recover` raises."""

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from fer.engines.transformers import TransformersEngine
-from fer.memory.fd import Fd
 from fer.standby import wire
 from fer.standby.model import TransformersModel
 from fer.standby.outage import Outage
@@ -24,7 +23,8 @@ from fer.standby.supervisor import Supervisor
 from fer.standby.text import TextStream
 from fer.standby.version import Version
 from fer.weights.client import KeeperClient
-from tests.support import engine_models, serve_models, zygote
+from tests.support import engine_models, serve_models
+from tests.support.forked_engine import ForkedEngine
 from tests.support.processes import kill_and_wait
 
 pytestmark = pytest.mark.timeout(180)
@@ -47,29 +47,6 @@ def alone(folder: Path) -> TransformersEngine:
     return engine
 
 
-class _Child:
-    """A forked child, as much of a launcher's child as a supervisor needs."""
-
-    via, why = "launcher", "the tests' own"
-
-    def __init__(self, command: Command, stdio: tuple[int, int, int]) -> None:
-        module = command.arguments[2]
-        names = dict(zip(("stdin", "stdout", "stderr"), stdio, strict=True))
-        self._forked = zygote.shared.fork(
-            module, *command.arguments[3:], env=command.environment, preload=zygote.WITH_TRANSFORMERS, **names
-        )
-        self.pid, self.pidfd = self._forked.pid, Fd(os.pidfd_open(self._forked.pid))
-
-    def poll(self) -> int | None:
-        return self._forked.wait(LIMIT_S)
-
-    def send_signal(self, number: int) -> None:
-        self._forked.send_signal(number)
-
-    def close(self) -> None:
-        self.pidfd.close()
-
-
 class Serving:
     """Supervisor and router in this process, engines in others."""
 
@@ -80,7 +57,7 @@ class Serving:
 
         self.outages: list[Outage] = []
         self.router = Router(RouterLimits(wait_s=LIMIT_S), resume, lambda target: None)
-        spawn: Any = _Child
+        spawn: Any = ForkedEngine
         self.supervisor = Supervisor(Version(online=commands), sockets, spawn, self.router, outages=self.outages.append)
 
     @contextlib.asynccontextmanager

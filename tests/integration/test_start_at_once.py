@@ -22,8 +22,8 @@ from fer.standby.router import Router, RouterLimits
 from fer.standby.supervisor import Supervisor
 from fer.standby.version import Version
 from tests.integration.test_serve_engine import LIMIT_S, Serving, play
-from tests.integration.test_serve_engine import _Child as Forked
 from tests.support import engine_models, serve_models
+from tests.support.forked_engine import ForkedEngine
 from tests.support.keeper import Keeper
 from tests.support.processes import ROOT
 
@@ -145,7 +145,7 @@ def test_a_spare_of_a_template_that_is_another_now_ends(
     )
 
     async def work() -> None:
-        spawn: Any = Forked
+        spawn: Any = ForkedEngine
         spare = await Process.start(command, spawn, None)
         while not (tmp_path / "imagined").exists():
             await asyncio.sleep(0.01)
