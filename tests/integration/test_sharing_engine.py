@@ -22,8 +22,9 @@ from fer.standby.router import Router, RouterLimits
 from fer.standby.supervisor import Supervisor
 from fer.standby.version import Commands, Version
 from fer.weights.client import EditionInfo, KeeperClient
-from tests.integration.test_serve_engine import COUNT, LIMIT_S, PROMPT, _Child, play
+from tests.integration.test_serve_engine import COUNT, LIMIT_S, PROMPT, play
 from tests.support import engine_models, serve_models
+from tests.support.forked_engine import ForkedEngine
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -58,7 +59,7 @@ class Sharing:
         self._length, self._number = max_length, 0
         self.online = Router(RouterLimits(wait_s=LIMIT_S), "retry", lambda target: None)
         self.batch = Router(RouterLimits(wait_s=LIMIT_S), "retry", lambda target: None)
-        spawn: Any = _Child
+        spawn: Any = ForkedEngine
         self.supervisor = Supervisor(
             self.version(model),
             sockets,
