@@ -179,15 +179,19 @@ def test_it_gives_way_to_a_start_that_lacks_memory(start: Start, keeper: Keeper,
     nothing_is_left(service, keeper)
 
 
+def _only_online_starts(status: dict[str, Any]) -> bool:
+    waits = status["batch"]["role"] in ("starting", "ending", "paused")
+    return bool(status["members"][0]["role"] == "starting" and waits)
+
+
 def test_it_is_not_started_before_an_online_engine_is_active(start: Start, keeper: Keeper) -> None:
     service = start(standbys=0)
     fault = service.fault.with_name("tiny.fault")
     fault.write_text("slow")  # of the online one's start as well as of its own
     for pid in (service.status()["pid"], batch_pid(service)):
         kill_and_wait(int(pid))
-    service.until_status("online starts", lambda status: status["members"][0]["role"] == "starting")
-    assert service.status()["batch"]["role"] in ("starting", "ending", "paused")
-    assert not any(_alive(process["pid"]) for process in service.status()["batch"]["processes"])
+    seen = service.until_status("both ends are seen", _only_online_starts)
+    assert not any(_alive(process["pid"]) for process in seen["batch"]["processes"])
     fault.unlink()
     service.until("active")
     batch(service)

@@ -100,14 +100,19 @@ class Service:
         return dict(self.ask("/status").json)
 
     def until(self, state: str) -> dict[str, Any]:
-        """Wait for a state of the service."""
-        wait_until(lambda: self.status()["state"] == state, f"state {state}", LIMIT_S)
-        return self.status()
+        """Wait for a state of the service; the status that shows it."""
+        return self.until_status(f"state {state}", lambda status: status["state"] == state)
 
     def until_status(self, what: str, holds: Any) -> dict[str, Any]:
-        """Wait until ``holds`` says so of the status."""
-        wait_until(lambda: holds(self.status()), what, LIMIT_S)
-        return self.status()
+        """Wait until ``holds`` says so of the status; the one it said so of, since the next may be another again."""
+        seen: list[dict[str, Any]] = []
+
+        def held() -> bool:
+            seen[:] = [self.status()]
+            return bool(holds(seen[0]))
+
+        wait_until(held, what, LIMIT_S)
+        return seen[0]
 
     def kill_worker(self) -> int:
         """SIGKILL the active engine; its pid."""
