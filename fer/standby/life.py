@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fer.errors import EngineDied, FerError
 from fer.standby import wire
-from fer.standby.member import STABLE_S, Begun, Member
+from fer.standby.member import FREE_RESTARTS, STABLE_S, Begun, Member, delay_s
 from fer.standby.process import CLOSED_S, Command, Process, Spawn
 from fer.standby.rankgroup import Limits, RankGroup, explain
 from fer.standby.router import Target
@@ -164,22 +164,31 @@ class Lives:
         """Some time after an engine began to serve, have another process wait to become the next one.
 
         Only one that a launcher has forked, which costs next to nothing: it shares its memory with the template. One
-        that dies while it waits is not followed by another: what ended it may end that as well.
+        that dies while it waits is followed by another, ever later where they die one after the other.
         """
-        while not (wanted() and member.begun is None):
-            await asyncio.sleep(SPARE_S)
-        begun = member.begun = self._begin(member, commands, None)
-        try:
-            await asyncio.shield(begun.started)
-        except (OSError, FerError) as error:
-            log.info("%s has no spare: %s", member.name, error)
-        if member.begun is begun and begun.group.processes and begun.group.first.how == "launcher":
-            log.info("%s: process %s waits as its spare", member.name, _pids(begun.group))
-            await begun.group.death()
-        if member.begun is begun and begun.spare:
+        deaths = 0
+        while True:
+            while not (wanted() and member.begun is None):
+                await asyncio.sleep(SPARE_S)
+            begun = member.begun = self._begin(member, commands, None)
+            began = time.monotonic()
+            try:
+                await asyncio.shield(begun.started)
+            except (OSError, FerError) as error:
+                log.info("%s has no spare: %s", member.name, error)
+            forked = bool(begun.group.processes) and begun.group.first.how == "launcher"
+            if member.begun is begun and forked:
+                log.info("%s: process %s waits as its spare", member.name, _pids(begun.group))
+                await begun.group.death()
+            if member.begun is not begun or not begun.spare:
+                return  # the engine dies, and this one is to be the next
             log.info("%s has a spare no more", member.name)
             member.begun = None
             self._discard(begun)
+            if not forked:
+                return  # the launcher has gone: whatever else starts processes would take long for each
+            deaths = 1 if time.monotonic() - began >= STABLE_S else deaths + 1
+            await asyncio.sleep(delay_s(FREE_RESTARTS + deaths))
 
     def _discard(self, begun: Begun) -> None:
         """End what was begun and is not needed. Nobody waits for that: a launcher that hangs must not hold us up."""

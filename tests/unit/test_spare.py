@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 
 from fer.errors import LauncherError
-from fer.standby import life, process
+from fer.standby import life, member, process
 from fer.standby.launcher_client import Child
-from fer.standby.member import Begun
+from fer.standby.member import FREE_RESTARTS, Begun
 from fer.standby.outage import Outage
 from fer.standby.process import Command, Spawn, through
 from fer.standby.rankgroup import Limits
@@ -189,6 +190,50 @@ def test_one_that_died_is_named_no_more_and_not_waited_for(service: Service, no_
             await until(lambda: not service.spare)
             os.kill(service.pid, signal.SIGKILL)
             assert await service.next() != spare
+
+    play(work)
+
+
+def test_one_that_died_is_followed_by_another_ever_later(
+    service: Service, monkeypatch: pytest.MonkeyPatch, no_fd_leak: None
+) -> None:
+    deaths: list[int] = []
+
+    def delay_s(failures: int) -> float:
+        deaths.append(failures)
+        return 0.0
+
+    monkeypatch.setattr(life, "delay_s", delay_s)
+
+    async def work() -> None:
+        async with service.running():
+            engine, ended = service.pid, []
+            for _ in range(3):
+                ended.append(await service.waiting())
+                os.kill(ended[-1], signal.SIGKILL)
+                await until(lambda: service.spare not in (0, *ended))
+            assert len({*ended}) == 3 and deaths == [FREE_RESTARTS + 1, FREE_RESTARTS + 2, FREE_RESTARTS + 3]
+            assert all(0.0 < early < late for early, late in itertools.pairwise(map(member.delay_s, deaths)))
+            assert service.pid == engine and service.supervisor.restarts == 0 and not service.supervisor.last_error
+            last = await service.waiting()
+            os.kill(engine, signal.SIGKILL)
+            assert await service.next() == last
+
+    play(work)
+
+
+def test_one_that_waited_for_long_counts_as_the_first_to_die(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    deaths: list[int] = []
+    monkeypatch.setattr(life, "delay_s", lambda failures: deaths.append(failures) or 0.0)
+    monkeypatch.setattr(life, "STABLE_S", 0.0)
+
+    async def work() -> None:
+        async with service.running():
+            for _ in range(2):
+                spare = await service.waiting()
+                os.kill(spare, signal.SIGKILL)
+                await until(lambda spare=spare: service.spare not in (0, spare))
+            assert deaths == [FREE_RESTARTS + 1] * 2
 
     play(work)
 
