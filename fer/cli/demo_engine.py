@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fer.cli.settings import settings
 from fer.errors import FerError
+from fer.hush import hush
 
 if TYPE_CHECKING:
     from fer.engines.transformers import TransformersEngine
@@ -29,12 +29,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--label", default="")
     return parser.parse_args()
-
-
-def _hush() -> None:
-    """Optional libraries complain on import about binaries they lack here; the demo has something else to say."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _prompt(engine: TransformersEngine, question: str) -> list[int]:
@@ -65,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    _hush()
+    hush()
     try:
         settings()  # warnings only, unless asked for more: the demo shows the path taken itself
         message = _run(_arguments())

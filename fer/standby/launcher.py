@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fer.errors import FerError, UsageError
+from fer.hush import hushed
 from fer.memory.fd import Fd
 from fer.standby import launcher_fit as fit
 from fer.standby import launcher_place as place
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if isinstance(error, UsageError) else 4
     if isinstance(outcome, Chosen):
         return launcher_program.run(outcome.program, outcome.code)
-    return 0
+    # All is written, and the interpreter's own end would have bindings list every object that was frozen for the forks.
+    os._exit(0)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -81,7 +83,7 @@ def _run(given: argparse.Namespace) -> Chosen | Replace | None:
         os.dup2(nothing.fileno(), 0)
     begin = time.monotonic()
     before, reads, imports = dict(os.environ), Reads(), Imports()
-    with reads.watched():
+    with reads.watched(), hushed():
         imports.modules(given.modules)
         for model in given.folders:
             imports.folder(model)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from fer import warm
+from fer.hush import hush
 from fer.standby import wire
 from fer.standby.answers import Answers, listen
 from fer.standby.supervised import Supervised, end_with, guarded
@@ -181,8 +182,7 @@ def _log() -> None:
 
     logging.basicConfig(format="fer: %(message)s", level=logging.WARNING)
     logging.getLogger("fer").setLevel(logging.INFO)
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hush()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

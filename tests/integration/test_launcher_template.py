@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fer import hush
 from fer.standby.launcher_client import NotForked, fork, spawn
 from tests.support.keeper import read_line
 from tests.support.launcher import Launcher, alive, await_end, fer_run, finish, script
@@ -90,6 +91,30 @@ def test_an_import_that_fails_is_named(children: Children, tmp_path: Path, monke
     importable(tmp_path, monkeypatch, fails="raise RuntimeError('no luck')")
     code, _, err = finish(children.spawn([sys.executable, "-m", "fer", "launcher", "run", "--import", "fails"]))
     assert code == 2 and "fails cannot be imported: RuntimeError: no luck" in err
+
+
+@pytest.mark.parametrize("name", hush.LOUD)
+def test_complaints_about_optional_parts_are_not_told_by_the_template(
+    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    importable(tmp_path, monkeypatch, loud=f"import logging\nlogging.getLogger({name!r}).warning('lacks a binary')\n")
+    launcher = Launcher(children, imports=("loud",))
+    own = script(tmp_path, f"import logging\nlogging.getLogger({name!r}).warning('of the program')\n")
+    code, _, err = finish(fer_run(children, sys.executable, own))
+    assert code == 0 and "forked" in err and "of the program" in err, "what runs in the engine is not ours to hush"
+    launcher.process.terminate()
+    assert "lacks a binary" not in finish(launcher.process)[2]
+
+
+def test_it_ends_without_tidying_up_what_was_frozen(
+    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importable(tmp_path, monkeypatch, lists="import atexit\natexit.register(print, 'leaked', flush=True)\n")
+    launcher = Launcher(children, imports=("lists",))
+    code, out, _ = finish(fer_run(children, sys.executable, script(tmp_path, "print('mine')\n")))
+    assert (code, out) == (0, "mine\nleaked\n"), "a forked program's end is as any program's"
+    launcher.process.terminate()
+    assert finish(launcher.process)[:2] == (0, "")
 
 
 # --- stale ---

@@ -16,7 +16,7 @@ from tests.support.processes import ROOT, WAIT_S
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("fer",),  # __init__ names its public parts lazily and imports none of them
     ("fer.errors",),
-    ("fer.paths", "fer.turns", "fer.warm"),
+    ("fer.hush", "fer.paths", "fer.turns", "fer.warm"),
     ("fer.options", "fer.report", "fer.waterfall"),
     ("fer.memory", "fer.engines.base", "fer.engines.graphs", "fer.environment", "fer.fingerprint"),
     ("fer.weights", "fer.cudagraph", "fer.kernels"),
