@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from fer.errors import OptionError
@@ -37,6 +38,21 @@ def resolve(device: str) -> str:
             f"there is no device {device!r}", why=f"torch sees {count} GPUs", fix="See fer doctor, or use --device cpu"
         )
     return f"cuda:{torch.cuda.current_device() if found.index is None else found.index}"
+
+
+def foreseen(device: str) -> str | None:
+    """What :func:`resolve` will answer, in a process that has chosen no GPU; None where the driver has to be asked.
+
+    Imports torch.
+    """
+    import torch
+
+    built = torch.backends.cuda.is_built()
+    if device == "cpu" or (device == "auto" and not built):
+        return "cpu"
+    named = re.fullmatch(r"auto|cuda(?::(\d+))?", device)
+    number = int((named and named[1]) or 0)
+    return f"cuda:{number}" if named and built and number < _listed() else None
 
 
 def _listed() -> int:

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fer.errors import FerError, UsageError
-from fer.hush import hushed
 from fer.memory.fd import Fd
 from fer.standby import launcher_fit as fit
 from fer.standby import launcher_place as place
@@ -83,7 +82,7 @@ def _run(given: argparse.Namespace) -> Chosen | Replace | None:
         os.dup2(nothing.fileno(), 0)
     begin = time.monotonic()
     before, reads, imports = dict(os.environ), Reads(), Imports()
-    with reads.watched(), hushed():
+    with reads.watched():
         imports.modules(given.modules)
         for model in given.folders:
             imports.folder(model)

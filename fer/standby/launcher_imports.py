@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fer import warm
 from fer.errors import FerError, OptionError
+from fer.hush import hushed
 from fer.standby import launcher_fit as fit
 
 log = logging.getLogger("fer.launcher")
@@ -71,10 +72,11 @@ class Imports:
         """
         for name in names or [n for n in DEFAULT if importlib.util.find_spec(n.split(".")[0]) is not None]:
             try:
-                module = importlib.import_module(name)
-                if name == "transformers":
-                    for lazy in _LAZY:
-                        getattr(module, lazy)
+                with hushed():
+                    module = importlib.import_module(name)
+                    if name == "transformers":
+                        for lazy in _LAZY:
+                            getattr(module, lazy)
             except Exception as error:  # an import may raise anything
                 if not names:
                     log.warning("not imported: %s (%s: %s)", name, type(error).__name__, error)
@@ -95,8 +97,9 @@ class Imports:
         try:
             import transformers
 
-            for name in pretrained.architectures(folder):
-                getattr(transformers, name, None)
+            with hushed():
+                for name in pretrained.architectures(folder):
+                    getattr(transformers, name, None)
             warm.hold("config", folder, lambda: pretrained.config_of(folder, {}))
             warm.hold("tokenizer", folder, lambda: pretrained.tokenizer_of(folder))
         except (FerError, ImportError, OSError) as error:

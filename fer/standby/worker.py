@@ -65,22 +65,25 @@ class Loader:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
+        self._device = arguments.device
         self._engine: TransformersEngine | None = None
         self._imagined: Imagined | None = None
 
     def imagine(self) -> None:
         """What a spare makes while it waits. It opens no device. What is wrong is told by the start."""
+        from fer.engines.devices import foreseen
         from fer.orchestrator import imagine
 
         if self._arguments.world > 1:
             return
-        # Which device "auto" is, and how that multiplies quantised weights, torch asks of the driver, which is then in
-        # this process for good.
-        named = self._arguments.device.startswith(("cpu", "cuda:"))
+        # The driver may have to say which device "auto" is, and says how a device multiplies quantised weights: who has
+        # asked it has it in this process for good.
         self._imagined = imagine(None)
         with contextlib.suppress(Exception):
             config = json.loads((self._arguments.model / "config.json").read_text())
-            if named and not config.get("quantization_config"):
+            device = foreseen(self._device)
+            if device is not None and not config.get("quantization_config"):
+                self._device = device
                 engine = self._make()
                 self._imagined, self._engine = imagine(engine), engine
         gc.freeze()
@@ -92,9 +95,9 @@ class Loader:
         from fer.orchestrator import recover_for_duty
         from fer.standby.model import TransformersModel
 
-        options, alone, device = Options.load(), self._arguments.world == 1, self._arguments.device
-        if options.mode != "off" and alone and device.startswith("cuda:"):
-            open_ahead(device, options.transport)
+        options, alone = Options.load(), self._arguments.world == 1
+        if options.mode != "off" and alone and self._device.startswith("cuda:"):
+            open_ahead(self._device, options.transport)
         if self._imagined is not None:
             threading.Thread(target=_end_if_stale, name="stale", daemon=True).start()
         engine = self._engine or self._make()
@@ -114,7 +117,7 @@ class Loader:
 
         arguments = self._arguments
         rank, world = arguments.rank, arguments.world
-        device = of_rank(arguments.device, rank, world)
+        device = of_rank(self._device, rank, world)
         launch = None
         if world > 1:
             launch = Launch(rank=rank, world=world, store=store(arguments.socket))

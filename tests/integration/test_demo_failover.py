@@ -27,7 +27,7 @@ def test_the_gap_of_a_standby_is_shown_and_nothing_stays(
     (way,) = json.loads(capsys.readouterr().out)["ways"]
     assert way["way"] == way["outage"]["path"] == "standby"
     assert {*way["outage"]["promotion"]} == {"claim", "fence", "backing", "self_test"}
-    assert way["tokens"][0] < 0 < way["tokens"][-1], "it died in the middle"
+    assert way["tokens"][0] <= 0 < way["tokens"][-1], "it died in the middle; both may fall into one millisecond"
     assert 0 < way["gap_s"] <= way["tokens"][-1] - way["tokens"][0]
     assert "SIGKILL" in page.read_text()
     assert not [pid for pid in with_variable("FER_HOME", str(home)) if pid != os.getpid()]

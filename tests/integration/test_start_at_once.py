@@ -133,12 +133,12 @@ def test_what_was_imagined_of_weights_that_nobody_keeps_does_no_harm(
         assert engine.generate(IDS, 20) == right
 
 
-@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize(("stale", "device"), [(False, "auto"), (True, "cpu")])
 def test_a_spare_of_a_template_that_is_another_now_ends(
-    folder: Path, runtime_dir: Path, tmp_path: Path, stale: bool
+    folder: Path, runtime_dir: Path, tmp_path: Path, stale: bool, device: str
 ) -> None:
     file = tmp_path / "template.py"
-    worker = ("--socket", str(runtime_dir / "w.sock"), "--model", str(folder), "--device", "cpu")
+    worker = ("--socket", str(runtime_dir / "w.sock"), "--model", str(folder), "--device", device)
     command = Command(
         arguments=("python", "-m", "tests.support.stale_worker", *worker, "--max-length", "128"),
         environment={**os.environ, "TEST_STALE": str(file)},
@@ -149,6 +149,7 @@ def test_a_spare_of_a_template_that_is_another_now_ends(
         spare = await Process.start(command, spawn, None)
         while not (tmp_path / "imagined").exists():
             await asyncio.sleep(0.01)
+        assert (tmp_path / "imagined").read_text() == "cpu", "its engine is made, also where no device was named"
         if stale:
             file.touch()
         spare.go(wire.SERVE)

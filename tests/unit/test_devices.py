@@ -62,6 +62,34 @@ def test_gpus_are_counted_where_they_are_plainly_listed(
                 devices.resolve(f"cuda:{index}")
 
 
+@pytest.mark.parametrize(
+    ("device", "seen"),
+    [
+        ("auto", "cuda:0"),
+        ("cuda", "cuda:0"),
+        ("cuda:1", "cuda:1"),
+        ("cuda:2", None),
+        ("cuda:", None),
+        ("cuda:x", None),
+        ("cpu", "cpu"),
+        ("mps", None),
+    ],
+)
+def test_a_device_is_foreseen_where_gpus_are_plainly_listed(gpus: Path, device: str, seen: str | None) -> None:
+    assert devices.foreseen(device) == seen
+
+
+def test_else_the_driver_has_to_be_asked(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f3b")
+    assert [devices.foreseen(device) for device in ("auto", "cuda", "cuda:0", "cpu")] == [None, None, None, "cpu"]
+
+
+def test_a_torch_without_cuda_takes_the_processor(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert [devices.foreseen(device) for device in ("auto", "cpu", "cuda", "cuda:0")] == ["cpu", "cpu", None, None]
+    assert devices.resolve("auto") == "cpu"
+
+
 def test_without_the_kernels_list_torch_is_asked(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "GPUS", gpus / "none")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
