@@ -189,6 +189,7 @@ class Restorer:
         self._stop = threading.Event()
         self._moved = threading.Condition()
         self._building, self._finishing = threading.Lock(), threading.Lock()
+        self._holds = 0  # who wants stillness, or has it
         self._ended = False
         self._stream = 0
         self._after: list[Callable[[], None]] = []
@@ -234,8 +235,27 @@ class Restorer:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Within, no node is being made: the driver refuses one that names an address with nothing behind it."""
-        with self._building, self._finishing:
+        """Within, no node is being made: the driver refuses one that names an address with nothing behind it.
+
+        It begins after the graphs at hand: who is engaged in the next one takes a lock again at once, and would go on
+        to the last one before anybody else had it.
+        """
+        with self._moved:
+            self._holds += 1
+        try:
+            with self._building, self._finishing:
+                yield
+        finally:
+            with self._moved:
+                self._holds -= 1
+                self._moved.notify_all()
+
+    @contextmanager
+    def _turn(self, at: threading.Lock) -> Iterator[None]:
+        """Around the making of nodes, after all who want stillness."""
+        with self._moved:
+            self._moved.wait_for(lambda: not self._holds)
+        with at:
             yield
 
     def after(self, call: Callable[[], None]) -> None:
@@ -283,7 +303,7 @@ class Restorer:
                 self._failed(name, GraphRefused("was cancelled"), passing=True)
                 continue
             try:
-                with self._building:
+                with self._turn(self._building):
                     handle = self._build(name)
             except Exception as error:  # whatever it is, the engine captures this graph and goes on
                 self._failed(name, error)
@@ -313,7 +333,7 @@ class Restorer:
         """From a ``CUgraph`` to a graph that replays."""
         progress = self.progress
         try:
-            with self._finishing, self._in_context():
+            with self._turn(self._finishing), self._in_context():
                 with progress.timed("instantiate"):
                     executable = instantiate(self._cuda, handle)
                 with progress.timed("upload"):

@@ -20,6 +20,7 @@ from fer.cudagraph.restore import Restorer
 from fer.cudagraph.walk import describe, walk
 from fer.errors import DriverError, FerBug, GraphRefused
 from tests.support.cudagraph_driver import FakeDriver, FakeFunction, cubin
+from tests.support.keeper import wait_until
 
 LAYOUT = [(0, 8), (8, 8), (16, 4), (24, 8)]  # a gap of four bytes, as compilers leave them
 PROGRAMMATIC = 1 | 1 << 16  # from port 1, type programmatic
@@ -303,6 +304,34 @@ def test_a_restore_that_cannot_begin_is_waited_for_by_nobody(
         assert call in restorer.progress.failed["decode/4"]
         assert restorer.progress.passing == {"decode/4"}
     assert restorer.abandon()
+
+
+def test_who_wants_stillness_has_it_after_the_graph_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, names = FakeDriver(), [*(f"decode/{100 + number}" for number in range(20)), "decode/4"]
+    restorer = Restorer(prepared(fake, tmp_path), fake.cuda, lambda *_: None, order=names, context=1)
+    build, built, seen = restorer._build, [], []
+
+    def hold() -> None:
+        with restorer.still():
+            seen.append(len(built))
+            threading.Event().wait(0.05)  # in which nobody builds
+            seen.append(len(built))
+
+    holder = threading.Thread(target=hold)
+
+    def counted(name: str) -> int:
+        if not built:
+            holder.start()
+            wait_until(lambda: restorer._holds > 0, "somebody wants stillness")
+        built.append(name)
+        return build(name)
+
+    monkeypatch.setattr(restorer, "_build", counted)
+    restorer.start()
+    assert restorer.wait(60)
+    holder.join(60)
+    assert seen == [1, 1], "not after all the others"
+    assert built == names and set(restorer.progress.ready) == {"decode/4"}
 
 
 def test_a_graph_that_is_not_there_fails_alone(tmp_path: Path) -> None:
