@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Final
 
 from fer import __version__, fingerprint
@@ -75,6 +76,7 @@ class Plan(Choice):
     Attributes:
         ready: graphs restored so far.
         slab: done when a slab stands for the cache, where that was begun ahead of the weights.
+        woken: makes libraries ready, where that was begun.
     """
 
     device: CudaDevice
@@ -84,6 +86,7 @@ class Plan(Choice):
     restorer: Restorer | None = None
     ready: Outlet = field(default_factory=Outlet)
     slab: Future[None] | None = None
+    woken: Thread | None = None
 
     def close_recorder(self) -> None:
         """Give CUPTI back."""
@@ -149,7 +152,10 @@ def describe(start: Start, graphs: DecodeGraphs, span: tuple[int, int], device: 
         "variables": {
             name: os.environ[name]
             for name in sorted(os.environ)
-            if name.startswith(VARIABLES) and not name.startswith(_SWITCHES)
+            if name.startswith(VARIABLES)
+            and not name.startswith(_SWITCHES)
+            # CUDA's default; older releases of torch set it when they set themselves up, before this or after.
+            and (name, os.environ[name]) != ("CUDA_MODULE_LOADING", "LAZY")
         },
         "torch": probe(_switches),
     }

@@ -231,7 +231,7 @@ class CudaGraphStage(Wide):
         # Ranks must have the same graphs, and a complete check needs all of them; else the first few are enough.
         patient = useless or start.options.verify == "full" or not _alone(start)
         if _alone(start):
-            beside.first_prompt(start)
+            beside.first_prompt(start, plan)
         with start.report.step("wait for graphs"):
             in_time = restorer.wait(_WAIT_S, count=None if patient else FIRST)
             if in_time and not patient and not usable(plan, gone) and start.options.verify != "off":

@@ -54,6 +54,10 @@ def open_ahead(device: str, transport: str = "auto") -> None:
 
     Whoever opens it then waits for that, and is told what went wrong.
     """
+    if device == "cuda":  # each thread has a current device of its own
+        from fer.memory.device import current_ordinal
+
+        device = f"cuda:{current_ordinal()}"
 
     def work() -> None:
         with suppress(FerError):

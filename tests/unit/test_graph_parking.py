@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fer.cudagraph import beside
 from fer.errors import MappingError, OutOfMemory
 from fer.memory import patience
 from fer.memory.kept import KeptMemory
@@ -74,6 +78,41 @@ def test_restored_graphs_wait_over_the_recorded_slab(bench: Bench) -> None:
     assert bench.stage.park(bench.start)
     assert kv(bench).asked[1:] == [("rest", 0), ("back", 0), ("rest", 0)], "the slab of the start goes first"
     assert bench.graphs.used == used and not bench.captures, "the graphs are the same ones"
+
+
+def test_the_first_prompt_waits_for_libraries_that_are_being_made_ready(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    @contextmanager
+    def on(device: str) -> Iterator[None]:
+        asked.append(f"{threading.current_thread().name} on {device}")
+        yield
+
+    def wake() -> None:
+        threading.Event().wait(0.1)
+        asked.append("libraries")
+
+    monkeypatch.setattr(beside, "on", on)
+    monkeypatch.setattr(bench.start.engine, "wake_libraries", wake)
+    monkeypatch.setattr(bench.start.engine, "first_prompt", lambda: asked.append("prompt"))
+    bench.restoring()
+    bench.plan.archive.facts["kv"] = {"slab": 1}  # type: ignore[union-attr]
+    assert bench.run().path == "restored"
+    assert asked == ["fer-libraries on cuda:0", "libraries", "prompt"]
+
+
+def test_but_not_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    done = threading.Event()
+    monkeypatch.setattr(beside, "WAIT_S", 0.05)
+    monkeypatch.setattr(bench.start.engine, "wake_libraries", lambda: done.wait(60))
+    monkeypatch.setattr(bench.start.engine, "first_prompt", lambda: asked.append("prompt"))
+    bench.restoring()
+    bench.plan.archive.facts["kv"] = {"slab": 1}  # type: ignore[union-attr]
+    assert bench.run().path == "restored" and asked == ["prompt"]
+    done.set()
 
 
 def test_captured_graphs_over_a_slab_are_not_saved(bench: Bench) -> None:
