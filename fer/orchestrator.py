@@ -283,6 +283,8 @@ def _load_weights(
     if graphs is not None:
         with report.phase("graphs"):
             graphs.prepare(start)
+    for stage in before:
+        stage.ahead(start)
     with report.phase("weights"):
         _run(start, [weights])
     return before

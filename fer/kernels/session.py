@@ -40,6 +40,7 @@ class Session:
         self._manager = ""
         self._broken = False
         self._trusted = True
+        self._wanted: list[tuple[str, str]] = []
 
     def note(self, why: str) -> None:
         """One more reason for the report's line."""
@@ -157,7 +158,14 @@ class Session:
         manifest = self._manifest = self._outcome.manifest
         usable = {*self._outcome.restored, *self._outcome.kept, *self._outcome.healed}
         known = (manifest.parts_of(each) for each in manifest.entries if each.path in usable)
-        warm.begin(warm.specializations(known))
+        self._wanted = warm.specializations(known)
+
+    def warm(self) -> None:
+        """Prepare in threads what was restored. Triton asks torch for the device, which loads torch's own modules."""
+        if self._wanted:
+            from fer.kernels import warm
+
+            warm.begin(self._wanted)
 
     def _roots(self) -> dict[str, Path]:
         """Folders of all caches, as far as they have a place."""

@@ -4,7 +4,8 @@ One start, step by step::
 
     run       a folder for the cache that can be used      else its trouble is named and the next one is taken
               the verifying manager and the record         through Triton's own variables and hooks
-              an archive of this engine and model          restored and verified; then prepared in threads
+              an archive of this engine and model          restored and verified
+    ahead     what was restored                            prepared in threads, when whoever records graphs is there
     finish    what was found and what was compiled, why    the report
               new kernels                                  into the archive, by a process of its own
 
@@ -52,6 +53,11 @@ class KernelsStage(Stage):
         except Exception as error:  # a bug of ours must not take down an engine
             self._session.note(_bug(error))
             log.exception("the kernels' stage failed before the first kernel")
+
+    def ahead(self, start: Start) -> None:
+        """Prepare what was restored: after the graphs' stage, which sees no module that was loaded before it."""
+        if self._session is not None:
+            self._session.warm()
 
     def finish(self, start: Start) -> None:
         """After the first token: what was found, what was compiled and why; and the archive gets what it lacks."""

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from torch import nn
 
+from fer import orchestrator, stages
 from fer.errors import DriverError, UnsupportedQuantization
 from fer.memory import open as opening
 from fer.options import Options
 from fer.orchestrator import imagine
 from fer.report import Report
-from fer.stages import Start
+from fer.stages import Start, Wide
 from fer.weights import edition
 from fer.weights import stage as weights
 from fer.weights.edition import Workshop
@@ -146,6 +147,33 @@ def test_a_process_that_waits_imagines_what_needs_no_device(opened: list[tuple[s
     assert isinstance(unknown, WeightsStage) and unknown._skeleton is None
 
 
+class Named(Wide):
+    """Keeps what it was asked to do."""
+
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self.name, self._asked = name, asked
+
+    def prepare(self, start: Start) -> None:
+        self._asked.append(f"{self.name} prepare")
+
+    def ahead(self, start: Start) -> None:
+        self._asked.append(f"{self.name} ahead")
+
+    def run(self, start: Start) -> None:
+        self._asked.append(f"{self.name} run")
+
+
+def test_who_records_graphs_is_there_before_kernels_are_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    weights_stage, kernels, graphs = (Named(name, asked) for name in ("weights", "kernels", "graphs"))
+    monkeypatch.setattr(stages, "before_weights", lambda: [kernels])
+    made: Any = SimpleNamespace(init_distributed=lambda: None)
+    begun = Start(engine=made, options=Options.load(), report=Report(), parked=False)
+    assert orchestrator._load_weights(begun, weights_stage, graphs, tokenizer=False) == [kernels]
+    in_turn = ["graphs prepare", "kernels ahead", "weights run"]  # torch loads modules of its own for the second
+    assert asked == ["weights prepare", "kernels run", "weights ahead", *in_turn]
+
+
 # --- in the background ---
 
 
@@ -169,6 +197,17 @@ def test_a_device_that_cannot_be_opened_fails_nobody_in_the_background(monkeypat
     monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
     joined(lambda: opening.open_ahead("cuda:3", "vmm"))
     assert seen == ["cuda:3", "vmm", True]
+
+
+@pytest.mark.parametrize(("device", "opens"), [("cuda", "cuda:2"), ("cuda:1", "cuda:1")])
+def test_what_is_current_is_what_the_caller_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, device: str, opens: str
+) -> None:
+    main, seen = threading.current_thread(), list[str]()
+    monkeypatch.setattr("fer.memory.device.current_ordinal", lambda: 2 if threading.current_thread() is main else 0)
+    monkeypatch.setattr(opening, "open_backend", lambda device, transport: seen.append(device))
+    joined(lambda: opening.open_ahead(device))
+    assert seen == [opens]
 
 
 def test_without_a_thread_the_device_is_opened_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
