@@ -211,6 +211,8 @@ class CudaBackend(Backend):
         try:
             handle = driver.call("cuMemImportFromShareableHandle", fd.fileno(), self._vmm.descriptor)
         except DriverError as error:
+            if driver.code_of(error) == driver.OUT_OF_MEMORY:
+                raise self._trouble(error, size) from error
             raise SlabLost(
                 "a kept descriptor does not import", why=str(error), fix="Its edition is lost; load the weights again."
             ) from error

@@ -61,13 +61,13 @@ class CudaDevice(DeviceFacts):
         self._context = self._retain()
 
     def _retain(self) -> Any:
-        """The context; a process that is dying may still have the memory that it takes."""
+        """The context; a process that is dying may still have the memory that it takes, or the whole device."""
 
         def take() -> Any:
             try:
                 return driver.call("cuDevicePrimaryCtxRetain", self._device)
             except DriverError as error:
-                if driver.code_of(error) == driver.OUT_OF_MEMORY:
+                if driver.code_of(error) in (driver.OUT_OF_MEMORY, driver.UNAVAILABLE):
                     raise OutOfMemory(f"{self.name} has no memory for a context", why=str(error)) from error
                 raise
 

@@ -12,6 +12,8 @@ from fer.errors import DriverError
 _log = logging.getLogger("fer.memory")
 
 OUT_OF_MEMORY: Final = 2
+UNAVAILABLE: Final = 46
+"""Another process has the device, which only one may use (compute mode EXCLUSIVE_PROCESS)."""
 STREAM_CAPTURE: Final = frozenset({900, 901, 906, 908})
 """Codes of calls that are not allowed while a stream is being captured."""
 

@@ -169,16 +169,17 @@ class NamedRange:
         with self.device.current():
             try:
                 at, end = self.address, self.address + size
-                while at < end:
-                    length = min(slab, end - at)
-                    if length not in handles:  # the last one may be shorter
-                        handles[length] = self._create(length, size)
-                    driver.call("cuMemMap", at, length, 0, handles[length], 0)
-                    self._aliases.append(_Chunk(at, length, handles[length]))
-                    at += length
-                self._allow(self.address, size)
-                driver.call("cuMemsetD8", self.address, 0, min(slab, size))
-                self.device.synchronize()
+                with self._lacking(size):
+                    while at < end:
+                        length = min(slab, end - at)
+                        if length not in handles:  # the last one may be shorter
+                            handles[length] = self._create(length)
+                        driver.call("cuMemMap", at, length, 0, handles[length], 0)
+                        self._aliases.append(_Chunk(at, length, handles[length]))
+                        at += length
+                    self._allow(self.address, size)
+                    driver.call("cuMemsetD8", self.address, 0, min(slab, size))
+                    self.device.synchronize()
             except BaseException:
                 for alias in self._aliases:
                     driver.quietly("cuMemUnmap", alias.address, alias.size)
@@ -212,7 +213,8 @@ class NamedRange:
                     self._import(kept, made)
                 while (done := sum(each.size for each in made)) < self.used:
                     size = min(chunk, self.used - done)
-                    made.append(_Chunk(self.address + done, size, self._create(size, self.used, had=done)))
+                    with self._lacking(self.used, had=done):
+                        made.append(_Chunk(self.address + done, size, self._create(size)))
             except BaseException:
                 for each in made:
                     driver.quietly("cuMemRelease", each.handle)
@@ -310,8 +312,8 @@ class NamedRange:
         self.allocator.limit = self.address
 
     def _add(self, where: int, length: int, wanted: int) -> None:
-        with ExitStack() as undo:
-            handle = self._create(length, wanted)
+        with self._lacking(wanted), ExitStack() as undo:
+            handle = self._create(length)
             undo.callback(driver.quietly, "cuMemRelease", handle)
             driver.call("cuMemMap", where, length, 0, handle, 0)
             undo.callback(driver.quietly, "cuMemUnmap", where, length)
@@ -321,9 +323,14 @@ class NamedRange:
         self._chunks.append(_Chunk(where, length, handle))
         self.mapped += length
 
-    def _create(self, length: int, wanted: int, *, had: int | None = None) -> Any:
+    def _create(self, length: int) -> Any:
+        return driver.call("cuMemCreate", length, self.vmm.properties(self.device.ordinal), 0)
+
+    @contextmanager
+    def _lacking(self, wanted: int, *, had: int | None = None) -> Iterator[None]:
+        """What a driver without memory says, as OutOfMemory: for a mapping and access to it, it takes some as well."""
         try:
-            return driver.call("cuMemCreate", length, self.vmm.properties(self.device.ordinal), 0)
+            yield
         except DriverError as error:
             if driver.code_of(error) != driver.OUT_OF_MEMORY:
                 raise

@@ -47,6 +47,7 @@ class Lookup:
         self._verdict: checkpoint.Verdict | None = None
         self.unusable: list[str] = []
         self._passed_over: list[str] = []
+        self._lacked: list[str] = []  # sound, but there was no memory to attach them with
 
     def choose(self) -> Candidate | None:
         """The edition to attach, or None with :attr:`reasons`."""
@@ -56,7 +57,7 @@ class Lookup:
             return None
         found = self._client.find(self.key)
         for candidate in found.candidates:
-            if candidate.edition in self.unusable:
+            if candidate.edition in (*self.unusable, *self._lacked):
                 continue
             kept = checkpoint.CheckpointIdentity.from_json(candidate.checkpoint)
             verdict = checkpoint.compare(self._now, kept)
@@ -87,6 +88,13 @@ class Lookup:
                 self._client.report_lost(edition, str(error))
             else:
                 self._client.release(edition)
+
+    def lacked(self, edition: str, error: FerError) -> None:
+        """There was no memory to attach an edition with: do not choose it again, but it stays, since it is sound."""
+        self._lacked.append(edition)
+        why = f"edition {edition} could not be attached: {error}"
+        self._passed_over.append(why)
+        self.reasons.append(why)
 
     def passed_over(self, edition: str, why: str) -> None:
         """Do not choose an edition again."""

@@ -23,8 +23,19 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from fer.errors import CheckpointError, FerBug, FerError, KeeperError, MemoryFault, Miss, PublishRefused, WaitTimeout
+from fer.errors import (
+    CheckpointError,
+    FerBug,
+    FerError,
+    KeeperError,
+    MemoryFault,
+    Miss,
+    OutOfMemory,
+    PublishRefused,
+    WaitTimeout,
+)
 from fer.memory.open import open_ahead, open_backend
+from fer.memory.patience import patiently
 from fer.report import Report
 from fer.stages import Stage
 from fer.weights import checkpoint, quantization, room
@@ -155,7 +166,8 @@ class _Attempt:
 
     Attributes:
         kept: True once the connection, and with it the lease, belongs to a living module.
-        alone: this launch must not publish: the keeper is gone, or another launch has the part.
+        alone: this launch must not publish: the keeper is gone, another launch has the part, or what it would publish
+            is kept already, and memory to attach it with is lacking.
     """
 
     def __init__(
@@ -244,7 +256,11 @@ class _Attempt:
 
     def _try_attach(self, edition: str) -> Attached | None:
         try:
-            return self.workshop.attach_edition(self.client, edition)
+            return patiently(lambda: self._attach_once(edition))
+        except OutOfMemory as error:
+            log.warning("edition %s could not be attached: %s", edition, error)
+            self.lookup.lacked(edition, error)
+            self.alone = True
         except FerError as error:
             log.warning("edition %s could not be attached: %s", edition, error)
             self.lookup.broken(edition, error)
@@ -253,6 +269,23 @@ class _Attempt:
             bug = FerBug(f"{type(error).__name__}: {error}", fix="Please report it with the log")
             self.lookup.broken(edition, bug)
         return None
+
+    def _attach_once(self, edition: str) -> Attached:
+        """Raises OutOfMemory, without a lease: where an engine is dying, there may be enough in a moment."""
+        import torch
+
+        try:
+            return self.workshop.attach_edition(self.client, edition)
+        except (OutOfMemory, torch.OutOfMemoryError) as error:
+            with suppress(KeeperError):
+                self.client.release(edition)
+            if isinstance(error, OutOfMemory):
+                raise
+            raise OutOfMemory(
+                "there is no memory to check or copy kept weights with",
+                why=str(error).partition("\n")[0],
+                fix="End what else uses the device's memory.",
+            ) from error
 
     def _keep(self, module: nn.Module, digests: Digests | None = None) -> None:
         """Tie the lease to the module's life: it stands while the module is used, and ends with it."""

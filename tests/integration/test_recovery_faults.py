@@ -129,6 +129,41 @@ def test_a_descriptor_that_no_longer_imports_drops_its_edition(children: Childre
     assert start(children, folder).result()["path"] == "attached"
 
 
+@pytest.mark.parametrize(
+    ("step", "deed"), [("map-one", "no-room"), ("check", "no-room-for-torch"), ("bind", "no-room-for-torch")]
+)
+def test_memory_that_comes_in_a_moment_is_waited_for(children: Children, folder: Path, step: str, deed: str) -> None:
+    first = start(children, folder)
+    published = first.result()
+    first.kill()
+    before = keeper_descriptors()
+    again = start(children, folder, fault={"at": step, "when": "before", "do": deed, "times": 3})
+    row = again.result()
+    assert row["fired"]
+    assert (row["path"], row["answer"]) == ("attached", published["answer"])
+    assert row["details"]["edition"] == published["details"]["edition"]
+    with keeper() as client:
+        (info,) = client.status().editions
+        assert [holder.pid for holder in info.holders] == [again.process.pid], "one lease, whatever was tried before"
+    again.kill()
+    wait_until(lambda: keeper_descriptors() == before, "no lease is left")
+
+
+@pytest.mark.parametrize("deed", ["no-room", "no-room-for-torch"])
+def test_an_edition_is_not_given_up_for_want_of_memory(children: Children, folder: Path, deed: str) -> None:
+    first = start(children, folder)
+    kept = first.result()["details"]["edition"]
+    first.kill()
+    lacking = start(children, folder, fault={"at": "bind", "when": "before", "do": deed, "times": 1 << 30})
+    row = lacking.result()
+    assert (row["path"], row["answer"]) == ("loaded", recovery_model.expected(folder))
+    assert "could not be attached" in row["why"] and not row["details"]["published"], "it is kept once already"
+    with keeper() as client:
+        (info,) = client.status().editions
+        assert info.edition == kept and not info.holders
+    assert start(children, folder).result()["details"]["edition"] == kept
+
+
 def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_published(children: Children, folder: Path) -> None:
     shard = str(folder / "model-00001-of-00002.safetensors")
     row = start(children, folder, fault={"at": "load", "when": "after", "do": "append", "file": shard}).result()

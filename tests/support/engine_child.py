@@ -2,7 +2,8 @@
 
     python -m tests.support.engine_child '{"folder": "...", "options": {...}, "fault": {...}}'
 
-``fault`` names a place and what happens there, once: ``{"at": "move", "when": "before"|"after", "do": "kill-self"}``.
+``fault`` names a place and what happens there, once or ``times``:
+``{"at": "move", "when": "before"|"after", "do": "kill-self"}``.
 """
 
 from __future__ import annotations
@@ -73,11 +74,18 @@ DEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "structure": lambda fault: _raise(StructureDiffers("the attached module is another", why="injected")),
     "stop-keeper": lambda fault: _stop_keeper(),
     "no-room": lambda fault: _raise(OutOfMemory("injected: no room", needed=2, free=1)),
+    "no-room-for-torch": lambda fault: _lack(),
     "hang": lambda fault: time.sleep(600),
     "fill-gpu": lambda fault: _fill_gpu(),
     "append": lambda fault: _append(fault["file"]),
     "bug": lambda fault: 1 / 0 and None,  # type: ignore[func-returns-value]
 }
+
+
+def _lack() -> None:
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nInjected.")
 
 
 def _stop_keeper() -> None:
@@ -117,14 +125,14 @@ class Fault:
     """One fault, injected at a place; ``fired`` says whether it happened."""
 
     def __init__(self, fault: dict[str, Any]) -> None:
-        self.fault, self.fired, self.calls = fault, False, 0
+        self.fault, self.fired, self.calls, self.times = fault, False, 0, int(fault.get("times", 1))
         owner, name = PLACES[fault["at"]]
         self.original = getattr(owner, name)
         outer = self
 
         def stand_in(*arguments: Any, **keywords: Any) -> Any:
             outer.calls += 1
-            due = not outer.fired and outer.calls > fault.get("skip", 0)
+            due = outer.times > 0 and outer.calls > fault.get("skip", 0)
             if due and fault["when"] == "before":
                 outer.fire()
             result = outer.original(*arguments, **keywords)
@@ -135,8 +143,10 @@ class Fault:
         setattr(owner, name, stand_in)
 
     def fire(self) -> None:
+        if not self.fired:
+            print(json.dumps({"fired": self.fault["at"]}), flush=True)
         self.fired = True
-        print(json.dumps({"fired": self.fault["at"]}), flush=True)
+        self.times -= 1
         DEEDS[self.fault["do"]](self.fault)
 
 

@@ -23,6 +23,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     pretended = FakeDriver()
     monkeypatch.setattr(driver, "bindings", lambda: pretended)
     monkeypatch.setattr(gpus, "_sysfs_buses", lambda devices: ["0000:0a:00.0", "0000:1b:00.0"])
+    gpus.arena_index.cache_clear()
     yield pretended
     assert pretended.depth == 0, "a context was pushed and not popped"
 
@@ -149,6 +150,17 @@ def test_a_failed_attach_leaves_nothing(fake: FakeDriver, call: str, after: int,
     assert _state(fake) == before
     assert all(fd.closed for fd in fds) and not leaked(fds_before, open_descriptors())
     assert backend.create(SIZE, address=backend.base).moved is not fixed, "the addresses are free again"
+
+
+@pytest.mark.parametrize("call", ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"])
+def test_an_attach_without_memory_speaks_against_no_slab(fake: FakeDriver, call: str) -> None:
+    backend = CudaBackend(0)
+    fds = _exports(backend, 1)
+    before = _state(fake)
+    fake.fail(call, status=Status.CUDA_ERROR_OUT_OF_MEMORY)
+    with pytest.raises(OutOfMemory):
+        backend.attach_many([(fd, SIZE, backend.base) for fd in fds])
+    assert fake.fired == [call] and _state(fake) == before
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -13,7 +13,7 @@ from fer.memory import ranges as memory
 from fer.memory.device import CudaDevice
 from fer.memory.fdpass import close_all
 from fer.memory.ranges import Ranges
-from tests.support.memory_driver import GIB, FakeDriver
+from tests.support.memory_driver import GIB, FakeDriver, Status
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="the allocator has no code")
 MIB = 1 << 20
@@ -25,6 +25,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(driver, "bindings", lambda: pretended)
     monkeypatch.setattr(gpus, "_sysfs_buses", lambda devices: ["0000:0a:00.0", "0000:1b:00.0"])
     monkeypatch.setattr(memory, "_granules", {})
+    gpus.arena_index.cache_clear()
     yield pretended
     assert pretended.depth == 0, "a context was pushed and not popped"
 
@@ -114,6 +115,20 @@ def test_a_failed_map_leaves_nothing(fake: FakeDriver, ranges: Ranges, call: str
         ranges.static.map(MIB)
     assert fake.fired == [call]
     assert (fake.used(), ranges.static.mapped, fake.mapped) == (0, 0, {})
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemsetD8"])
+def test_whatever_lacks_memory_says_so(fake: FakeDriver, ranges: Ranges, call: str) -> None:
+    ways: list[Callable[[], None]] = [
+        lambda: ranges.static.map(MIB),
+        lambda: ranges.scratch.map_parts([(ranges.scratch.address, MIB)]),
+        lambda: ranges.kv.map_over_and_over(64 * MIB, MIB),
+    ]
+    for way in ways:
+        fake.fail(call, status=Status.CUDA_ERROR_OUT_OF_MEMORY)
+        with pytest.raises(OutOfMemory, match=r"the range .* needs"):
+            way()
+        assert (fake.used(), fake.mapped) == (0, {})
 
 
 def test_more_than_the_range_has(ranges: Ranges) -> None:
