@@ -8,8 +8,14 @@ from pathlib import Path
 
 from fer.errors import OptionError
 
+_NODE = re.compile(r"nvidia\d+")
+
 GPUS = Path("/proc/driver/nvidia/gpus")
 """The GPUs that NVIDIA's kernel module drives."""
+INSTANCES = Path("/proc/driver/nvidia/capabilities")
+"""Where it lists instances of a GPU that is divided (MIG), as ``gpu0/mig/gi1``; CUDA sees one of those in its place."""
+NODES = Path("/dev")
+"""Has ``nvidia0`` and so on for the GPUs that a container may use; the kernel's list shows it those of the host."""
 
 
 def resolve(device: str) -> str:
@@ -58,11 +64,14 @@ def foreseen(device: str) -> str | None:
 def _listed() -> int:
     """GPUs that this process may use, as far as that shows without asking the driver, which takes some 20 ms.
 
-    Less than there are where ``CUDA_VISIBLE_DEVICES`` says more than numbers: what it hides the driver knows best.
+    Less than there are where ``CUDA_VISIBLE_DEVICES`` says more than numbers, or GPUs are divided: what is hidden then
+    the driver knows best.
     """
     try:
-        there = len(os.listdir(GPUS))
+        there = min(len(os.listdir(GPUS)), sum(bool(_NODE.fullmatch(name)) for name in os.listdir(NODES)))
     except OSError:
+        return 0
+    if any(INSTANCES.glob("gpu*/mig/gi*")):
         return 0
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:

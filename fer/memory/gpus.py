@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ def _entry(entry: str, devices: Sequence[str], known: Sequence[str], gpus: Seque
     return found[0] if len(found) == 1 else ""
 
 
+@functools.cache  # a start asks several times, and a host with eight GPUs has hundreds of devices to look through
 def arena_index(pci_bus: str, devices: Path = _SYSFS) -> int:
     """A GPU's place among the host's GPUs in PCI bus order, which gives it its part of the arena.
 

@@ -25,7 +25,12 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "gpus"
     for bus in ("0000:1b:00.0", "0000:5d:00.0"):
         (folder / bus).mkdir(parents=True)
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / "dev" / name).touch()
     monkeypatch.setattr(devices, "GPUS", folder)
+    monkeypatch.setattr(devices, "NODES", tmp_path / "dev")
+    monkeypatch.setattr(devices, "INSTANCES", tmp_path / "capabilities")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -88,6 +93,21 @@ def test_a_torch_without_cuda_takes_the_processor(gpus: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert [devices.foreseen(device) for device in ("auto", "cpu", "cuda", "cuda:0")] == ["cpu", "cpu", None, None]
     assert devices.resolve("auto") == "cpu"
+
+
+def test_a_container_has_the_gpus_whose_nodes_it_has(gpus: Path) -> None:
+    (devices.NODES / "nvidia0").unlink()
+    assert devices._listed() == 1 and devices.foreseen("cuda:1") is None
+    (devices.NODES / "nvidia1").unlink()
+    assert devices._listed() == 0
+
+
+def test_divided_gpus_are_counted_by_the_driver(gpus: Path) -> None:
+    (devices.INSTANCES / "mig").mkdir(parents=True)
+    (devices.INSTANCES / "gpu0" / "mig").mkdir(parents=True)
+    assert devices._listed() == 2, "a GPU that could be divided"
+    (devices.INSTANCES / "gpu1" / "mig" / "gi1").mkdir(parents=True)
+    assert devices._listed() == 0
 
 
 def test_without_the_kernels_list_torch_is_asked(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
