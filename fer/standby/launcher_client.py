@@ -48,6 +48,7 @@ class Child:
         pid, pidfd: the engine itself, whoever its parent is.
         via: ``launcher`` if it was forked by one, ``exec`` if it is a program of its own.
         why: for people: which launcher, or what stood in the way of one.
+        alarm: the write end of the tie (:mod:`fer.standby.tie`); it hangs up when the engine ends.
         returncode: the exit status once :meth:`poll` or :meth:`wait` has seen the end, negative for a signal.
     """
 
@@ -62,7 +63,7 @@ class Child:
         self.pid, self.pidfd, self.why = pid, pidfd, why
         self.via: Literal["launcher", "exec"] = "launcher" if isinstance(source, socket.socket) else "exec"
         self.returncode: int | None = None
-        self._alarm, self._source = alarm, source
+        self.alarm, self._source = alarm, source
 
     def poll(self) -> int | None:
         """The exit status; None while it runs."""
@@ -101,7 +102,7 @@ class Child:
 
     def close(self) -> None:
         """Let go of the engine, which ends it if it still runs."""
-        self._alarm.close()
+        self.alarm.close()
         if not self.pidfd.closed:
             self.wait()
             self.pidfd.close()

@@ -22,6 +22,8 @@ TAIL_BYTES = 8 << 10
 """Bytes of a process's last output that are kept for whoever asks why it died."""
 CLOSED_S = 1.0
 """Seconds a process may live on that has closed its control socket: it does so by dying, and else is of no use."""
+SAID_S = 0.002
+"""Seconds in which a process's last words are read after the first sign of its end."""
 TAIL_S = 0.05
 """Seconds the last output of an ended process may take to be read; longer only where others hold its pipe open."""
 
@@ -109,10 +111,10 @@ class Process:
         pid, born: which process, for people and for whoever must not take another for it; signals go by pidfd.
         started: when it was spawned, on the clock of :func:`time.monotonic_ns`, as all times here; ``begun``: when
             its interpreter ran, ``told``: when it was told how to start; 0 before.
-        closed: when its control socket closed, which is the first that a death shows; ``died``: when its end was seen.
+        closed: when its control socket or its tie closed, which a death shows first; ``died``: when its end was seen.
             Between the two the kernel takes it apart, memory of a GPU above all. 0 before.
         ready: done when the process says so.
-        closing: done when it has closed its control socket; ``ended``: done when it has ended.
+        closing: done when it has closed either of them; ``ended``: done when it has ended.
         broken: the error it ended with, where it could say one.
         orders: whether it takes orders.
         name: see :class:`Command`.
@@ -138,7 +140,9 @@ class Process:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._child, self._control, self._tail, self._loop = child, control, tail, loop
         self._listener = loop.create_task(self._listen())
+        self._alarm: int | None = child.alarm.fileno()
         loop.add_reader(child.pidfd.fileno(), self._see_end)
+        loop.add_reader(child.alarm.fileno(), self._see_hang_up)
 
     @classmethod
     async def start(cls, command: Command, how: Spawn, stand: wire.Stand | None = wire.SERVE) -> Process:
@@ -232,6 +236,7 @@ class Process:
         if self._child.pidfd.closed:
             return
         self._loop.remove_reader(self._child.pidfd.fileno())
+        self._deafen()
         if self.ended.done():
             await self.status()
             self._child.close()
@@ -241,6 +246,16 @@ class Process:
         await asyncio.gather(self._listener, return_exceptions=True)
         if not self.ready.done():
             self.ready.cancel()
+
+    def _see_hang_up(self) -> None:
+        """Nobody has the other end of its tie any more."""
+        self._deafen()
+        self._loop.call_later(SAID_S, self._see_closing)
+
+    def _deafen(self) -> None:
+        if self._alarm is not None:
+            self._loop.remove_reader(self._alarm)
+            self._alarm = None
 
     def _see_closing(self) -> None:
         if not self.closing.done():

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from fer import warm
 from fer.hush import hush
-from fer.standby import wire
+from fer.standby import tie, wire
 from fer.standby.answers import Answers, listen
 from fer.standby.supervised import Supervised, end_with, guarded
 
@@ -191,6 +191,7 @@ def _log() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     chosen = _arguments(arguments)
     _log()
+    tie.show_end_at_once()
 
     made = Loader(chosen)
     if chosen.world == 1:

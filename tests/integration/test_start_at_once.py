@@ -170,6 +170,7 @@ def test_a_spare_of_a_template_that_is_another_now_ends(
 FORKED = """
 import runpy, signal, sys
 from pathlib import Path
+from fer.standby import launcher
 from fer.standby.launcher_imports import Imports
 Imports().modules([])
 before, file = {*sys.modules}, Path(sys.argv.pop(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from fer.memory.fd import Fd
+from fer.standby import tie
 from fer.standby.process import Command
 from tests.support import zygote
 
@@ -23,6 +24,7 @@ class ForkedEngine:
             module, *command.arguments[3:], env=command.environment, preload=zygote.WITH_TRANSFORMERS, **names
         )
         self.pid, self.pidfd = self._forked.pid, Fd(os.pidfd_open(self._forked.pid))
+        self._held, self.alarm = tie.make()  # it is not tied: this end is held here as long
 
     def poll(self) -> int | None:
         return self._forked.wait(LIMIT_S)
@@ -32,3 +34,5 @@ class ForkedEngine:
 
     def close(self) -> None:
         self.pidfd.close()
+        self.alarm.close()
+        self._held.close()

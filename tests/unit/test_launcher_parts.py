@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from fer.standby import launcher_fit as fit
 from fer.standby import launcher_wire as wire
 from fer.standby.launcher_files import Files
 from fer.standby.launcher_place import check_name
+from tests.support.keeper import read_line
 from tests.support.processes import WAIT_S, Children
 
 
@@ -137,6 +139,44 @@ class TestTie:
         code = "import sys\nfrom fer.standby import tie\nprint(tie.bind_myself(int(sys.argv[1])))"
         with held:
             child = children.python(code, str(held.fileno()), pass_fds=[held.fileno()])
+        assert child.communicate(timeout=WAIT_S)[0] == "False\n"
+
+    APART = """
+import os, sys, threading
+from pathlib import Path
+from fer.standby import tie
+before = {*os.listdir("/proc/self/task")}
+shown = tie.show_end_at_once()
+(own,) = {*os.listdir("/proc/self/task")} - before or {""}
+tables = [sorted(os.listdir(f"/proc/self/{which}fd")) for which in ("", f"task/{own}/")] if own else []
+print(shown, int(sys.argv[1]) in map(int, tables[0]), [*map(int, tables[1])] == [int(sys.argv[1])], flush=True)
+sys.stdin.read()
+"""
+
+    def test_its_end_is_seen_though_other_threads_have_lost_the_pipe(self, children: Children) -> None:
+        held, alarm = tie.make()
+        with held, alarm:
+            child = children.python(self.APART, str(held.fileno()), pass_fds=[held.fileno()])
+            tie.bind(held.fileno(), child.pid)
+            held.close()
+            assert read_line(child.stdout) == "True False True"
+            hang_up = select.poll()
+            hang_up.register(alarm.fileno(), 0)  # POLLERR always counts
+            assert not hang_up.poll(0)
+            child.kill()
+            assert hang_up.poll(WAIT_S * 1000)
+
+    def test_it_is_killed_all_the_same_when_the_other_end_closes(self, children: Children) -> None:
+        held, alarm = tie.make()
+        with held:
+            child = children.python(self.APART, str(held.fileno()), pass_fds=[held.fileno()])
+            tie.bind(held.fileno(), child.pid)
+        assert read_line(child.stdout) == "True False True"
+        alarm.close()
+        assert child.wait(WAIT_S) == -signal.SIGKILL
+
+    def test_who_is_bound_to_nobody_shows_nothing(self, children: Children) -> None:
+        child = children.python("from fer.standby import tie\nprint(tie.show_end_at_once())")
         assert child.communicate(timeout=WAIT_S)[0] == "False\n"
 
 
