@@ -62,15 +62,20 @@ def _read(source: Any, pid: int, timeout: float) -> str:
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A runtime directory of the benchmark's own; the keeper that came to be there is stopped at the end."""
+    """A runtime directory of the benchmark's own; the keeper that came to be there is stopped at the end.
+
+    At SIGTERM too, which ends the program then: a keeper stays otherwise, and with it the memory of a GPU.
+    """
     from fer.errors import FerError
     from fer.weights.client import KeeperClient
 
     directory = Path(tempfile.mkdtemp(prefix="fer-bench-"))
     os.environ["FER_RUNTIME_DIR"] = str(directory)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield directory
     finally:
+        signal.signal(signal.SIGTERM, before)
         with contextlib.suppress(FerError), KeeperClient.connect(directory) as client:
             client.stop(force=True)
         shutil.rmtree(directory, ignore_errors=True)

@@ -5,18 +5,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fer.cudagraph.plan import Plan
 from fer.errors import MappingError
 from fer.memory.kept import KeptMemory
 from fer.memory.patience import patiently
 
+if TYPE_CHECKING:
+    from fer.engines.graphs import DecodeGraphs
+
 log = logging.getLogger("fer")
 
 CHUNK: Final = 1 << 30
 """Bytes of one allocation of a cache's memory."""
+
+
+@contextlib.contextmanager
+def cleared(graphs: DecodeGraphs) -> Iterator[None]:
+    """Around the allocation of the cache from a range, whose memory reads as zeros, also where a slab stands for it."""
+    graphs.cleared = True
+    try:
+        yield
+    finally:
+        graphs.cleared = False
 
 
 def fill(plan: Plan) -> None:

@@ -112,7 +112,7 @@ class CudaGraphStage(Wide):
             yield
             self._allocate()
             return
-        with plan.ranges.kv.place():
+        with plan.ranges.kv.place(), parking.cleared(graphs):
             yield
         plan.ranges.kv.trim()
         try:

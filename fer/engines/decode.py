@@ -6,7 +6,6 @@ smallest size that has a graph.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -176,8 +175,11 @@ class TransformersGraphs(DecodeGraphs):
             self.slots = Slots(self._host.tensors)
         else:
             with torch.inference_mode():
-                make = functools.partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
-                self.slots = Slots([make() for _ in range(self.layers)])
+                # Deterministic algorithms fill what is allocated empty, with numbers that are none.
+                empty = self.cleared and not torch.are_deterministic_algorithms_enabled()
+                make = torch.empty if empty else torch.zeros
+                made = [make(shape, dtype=self.dtype, device=self.device) for _ in range(self.layers)]
+                self.slots = Slots(made)
         self._graphs.clear()
 
     def take(self, kept: KeptMemory) -> None:

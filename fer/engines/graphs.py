@@ -62,6 +62,9 @@ class DecodeGraphs(ABC):
     session: Session | None = None
     """What watches over the graphs, once the stage has run; None where none are FER's."""
 
+    cleared: bool = False
+    """Whether memory that the cache is allocated from reads as zeros already."""
+
     deep: bool = False
     """Whether :meth:`fill` knows the inputs :data:`DEEP` too."""
 

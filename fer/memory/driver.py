@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from contextlib import suppress
 from typing import Any, Final
 
 from fer.errors import DriverError
@@ -63,6 +64,15 @@ def bindings() -> Any:
         call="import",
         code=-1,
     ) from missing
+
+
+def load() -> None:
+    """Load the driver's library and find its functions. It opens no device for that.
+
+    What is missing is told by the first call that needs it.
+    """
+    with suppress(DriverError):
+        call("cuDriverGetVersion")
 
 
 def call(name: str, *arguments: Any) -> Any:

@@ -73,6 +73,9 @@ class Parking(Protocol):
 SPARE_S = 0.2
 """Seconds after which a worker that was not told how to start takes itself for a spare."""
 
+LOOK_S = 30.0
+"""Seconds between two looks of a spare at whether it is of use."""
+
 AT_ONCE_S = 2.0
 """Seconds after which an engine that is ready and was not told to serve settles down to wait."""
 
@@ -86,6 +89,7 @@ def run(
     connect: Callable[[], KeeperClient],
     cohort: Callable[[], list[Process]] = lambda: [this_process()],
     imagine: Callable[[], None] = lambda: None,
+    look: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Do as the supervisor says, in this thread; ends with the process.
 
@@ -94,8 +98,9 @@ def run(
         connect: makes a connection to the keeper; raises KeeperError.
         cohort: all processes of this engine, this one first: they hold the service together, and end together.
         imagine: what to do of the start by one that is not told at once how to start: it is a spare.
+        look: called every :data:`LOOK_S` while it waits: whether it is still of use. Ends the process where not.
     """
-    Worker(connect, cohort).run(load, path, imagine)
+    Worker(connect, cohort).run(load, path, imagine, look)
 
 
 class Worker:
@@ -115,14 +120,14 @@ class Worker:
         if isinstance(order, wire.Park) and self._answers is not None:
             self._answers.scheduler.stop()
 
-    def run(self, load: Load, path: Path, imagine: Callable[[], None]) -> NoReturn:
+    def run(self, load: Load, path: Path, imagine: Callable[[], None], look: Callable[[], None]) -> NoReturn:
         say = self._supervised.say
         say(wire.Begun(time.monotonic_ns(), orders=True))
         try:
             stand = self._orders.get(timeout=SPARE_S)
         except queue.Empty:
             imagine()
-            stand = self._orders.get()
+            stand = self._wait(look)
         assert isinstance(stand, wire.Stand), "the supervisor says first how to start"
 
         with guarded(self._supervised):
@@ -136,6 +141,14 @@ class Worker:
         say(wire.Ready(time.monotonic_ns(), model.context, model.rows.count, report))
         with guarded(self._supervised):
             self._obey(stand.service, engine, answers)
+
+    def _wait(self, look: Callable[[], None]) -> wire.Order:
+        """The first order of one that was told nothing for long."""
+        while True:
+            try:
+                return self._orders.get(timeout=LOOK_S)
+            except queue.Empty:
+                look()
 
     def _obey(self, service: str, engine: Parking, answers: Answers) -> NoReturn:
         limit_s: float | None = AT_ONCE_S

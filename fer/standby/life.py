@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fer.errors import EngineDied, FerError
 from fer.standby import wire
-from fer.standby.member import FREE_RESTARTS, STABLE_S, Begun, Member, delay_s
+from fer.standby.member import FREE_RESTARTS, LONGEST_DELAY_S, STABLE_S, Begun, Member, delay_s
 from fer.standby.process import CLOSED_S, Command, Process, Spawn
 from fer.standby.rankgroup import Limits, RankGroup, explain
 from fer.standby.router import Target
@@ -185,10 +185,9 @@ class Lives:
             log.info("%s has a spare no more", member.name)
             member.begun = None
             self._discard(begun)
-            if not forked:
-                return  # the launcher has gone: whatever else starts processes would take long for each
             deaths = 1 if time.monotonic() - began >= STABLE_S else deaths + 1
-            await asyncio.sleep(delay_s(FREE_RESTARTS + deaths))
+            # Where the launcher has gone, or is being replaced by a fresh one, there may be one again later.
+            await asyncio.sleep(delay_s(FREE_RESTARTS + deaths) if forked else LONGEST_DELAY_S)
 
     def _discard(self, begun: Begun) -> None:
         """End what was begun and is not needed. Nobody waits for that: a launcher that hangs must not hold us up."""

@@ -24,6 +24,7 @@ from fer.hush import hush
 from fer.standby import tie, wire
 from fer.standby.answers import Answers, listen
 from fer.standby.supervised import Supervised, end_with, guarded
+from fer.turns import short_turns
 
 if TYPE_CHECKING:
     from fer.engines.transformers import TransformersEngine
@@ -72,6 +73,7 @@ class Loader:
     def imagine(self) -> None:
         """What a spare makes while it waits. It opens no device. What is wrong is told by the start."""
         from fer.engines.devices import foreseen
+        from fer.memory import driver
         from fer.orchestrator import imagine
 
         if self._arguments.world > 1:
@@ -82,6 +84,8 @@ class Loader:
         with contextlib.suppress(Exception):
             config = json.loads((self._arguments.model / "config.json").read_text())
             device = foreseen(self._device)
+            if device is not None and device.startswith("cuda"):
+                driver.load()
             if device is not None and not config.get("quantization_config"):
                 self._device = device
                 engine = self._make()
@@ -90,6 +94,10 @@ class Loader:
 
     def __call__(self, stand: wire.Stand) -> tuple[Model, Recovered]:
         """The engine, recovered. Raises what :func:`fer.recover` raises."""
+        with short_turns():  # from its first thread on
+            return self._start(stand)
+
+    def _start(self, stand: wire.Stand) -> tuple[Model, Recovered]:
         from fer.memory.open import open_ahead
         from fer.options import Options
         from fer.orchestrator import recover_for_duty
@@ -197,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if chosen.world == 1:
         from fer.standby import duty
 
-        duty.run(made, chosen.socket, connect, imagine=made.imagine)
+        duty.run(made, chosen.socket, connect, imagine=made.imagine, look=_end_if_stale)
     from fer.standby import follow, lead
 
     if chosen.rank == 0:

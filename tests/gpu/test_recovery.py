@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench.harness import gpu_used_mib
 from tests.support import recovery_model
 from tests.support.processes import Children
 from tests.support.recovery import EngineProcess, keeper
@@ -24,11 +24,6 @@ def folder(tmp_path: Path) -> Path:
 def start(children: Children, folder: Path, **asked: Any) -> EngineProcess:
     engine = {"device": "cuda:0", "width": 512, **asked.pop("engine", {})}
     return EngineProcess(children, folder, engine=engine, **asked)
-
-
-def used_mib() -> int:
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0])
 
 
 def test_a_model_on_two_kinds_of_memory_comes_back(children: Children, folder: Path) -> None:
@@ -77,7 +72,7 @@ def test_no_room_for_a_slab_leaves_the_engine_serving(children: Children, folder
 
 @pytest.mark.parametrize("step", ["move", "seal", "add_slabs"])
 def test_a_publisher_killed_half_way_gives_its_memory_back(children: Children, folder: Path, step: str) -> None:
-    before = used_mib()
+    before = gpu_used_mib()
     victim = start(children, folder, fault={"at": step, "when": "after", "do": "kill-self"})
     assert victim.row() == {"fired": step}
     victim.wait()
@@ -85,7 +80,7 @@ def test_a_publisher_killed_half_way_gives_its_memory_back(children: Children, f
         status = client.status()
         assert not status.editions
         assert not status.pending
-    assert used_mib() <= before + 2
+    assert gpu_used_mib() <= before + 2
 
 
 @two_gpus

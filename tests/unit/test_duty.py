@@ -45,7 +45,12 @@ class Engine:
             raise OutOfMemory("the cache does not fit", needed=2, free=1)
         say("unpark")
         return {"backing": 0.0, "self_test": 0.0}
-duty.run(lambda stand: (ArithmeticModel(2), Engine(stand)), path, None, imagine=lambda: say("imagine"))
+def look():
+    if path.with_name("stale").exists():
+        sys.exit(7)
+duty.LOOK_S = 0.02
+make = lambda stand: (ArithmeticModel(2), Engine(stand))
+duty.run(make, path, None, imagine=lambda: say("imagine"), look=look)
 """
 NEVER, SOON = "60", "0.01"
 
@@ -89,6 +94,21 @@ def test_one_that_is_told_nothing_imagines_and_waits(worker: Callable[[str, str]
         assert made.said == ["imagine", "load"] and spare.told > spare.begun
         assert isinstance(await spare.ask(wire.Promote(1.0)), wire.Promoted)
         await made.end()
+
+    play(work)
+
+
+def test_one_that_waits_looks_whether_it_is_still_of_use(
+    worker: Callable[[str, str], Worker], tmp_path: Path, no_fd_leak: None
+) -> None:
+    async def work() -> None:
+        made = worker(SOON, NEVER)
+        spare = await made.start(None)
+        await until(lambda: made.said == ["imagine"])
+        (tmp_path / "stale").touch()
+        await spare.ended
+        assert await spare.status() == 7 and made.said == ["imagine"]
+        await spare.close()
 
     play(work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
@@ -78,6 +79,17 @@ def test_restored_graphs_wait_over_the_recorded_slab(bench: Bench) -> None:
     assert bench.stage.park(bench.start)
     assert kv(bench).asked[1:] == [("rest", 0), ("back", 0), ("rest", 0)], "the slab of the start goes first"
     assert bench.graphs.used == used and not bench.captures, "the graphs are the same ones"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cache_in_a_range_need_not_be_cleared(bench: Bench, fails: bool) -> None:
+    seen: list[bool] = []
+    with contextlib.suppress(ZeroDivisionError):
+        bench.stage.prepare(bench.start)
+        with bench.stage.placing(bench.start):
+            seen.append(bench.graphs.cleared)
+            _ = 1 / (not fails)
+    assert [*seen, bench.graphs.cleared] == [True, False], "what is allocated elsewhere later has to be"
 
 
 def test_the_first_prompt_waits_for_libraries_that_are_being_made_ready(

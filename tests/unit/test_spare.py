@@ -325,6 +325,31 @@ def test_where_it_cannot_be_started_the_service_goes_on_without(tmp_path: Path, 
     play(work)
 
 
+def test_there_is_one_again_when_a_launcher_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fd_leak: None
+) -> None:
+    started: list[Child] = []
+
+    def spawn(command: Command, stdio: tuple[int, int, int]) -> Child:
+        started.append(child := forked(command, stdio))
+        if len(started) in (2, 3):
+            child.via = "exec"  # it has gone, or is being replaced by a fresh one
+        return child
+
+    monkeypatch.setattr(life, "LONGEST_DELAY_S", 0.01)
+    service = Service(tmp_path, spawn)
+
+    async def work() -> None:
+        async with service.running():
+            await until(lambda: len(started) == 4)
+            spare = await service.waiting()
+            assert spare == started[3].pid and all(gone(child.pid) for child in started[1:3])
+            os.kill(service.pid, signal.SIGKILL)
+            assert await service.next() == spare
+
+    play(work)
+
+
 def test_one_that_no_launcher_forked_is_ended_again(tmp_path: Path, no_fd_leak: None) -> None:
     started: list[Child] = []
 
