@@ -75,7 +75,10 @@ def show_end_at_once() -> bool:
         while apart.is_set():
             libc.pause()
 
-    threading.Thread(target=hold, name="tie", daemon=True).start()
+    try:
+        threading.Thread(target=hold, name="tie", daemon=True).start()
+    except RuntimeError:  # the system gives no thread; the end is seen later then
+        return False
     done.wait()
     if apart.is_set():
         os.close(held)
