@@ -7,9 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fer.cudagraph.probe import CLOSE, NUMBERS, fill_pattern, judge, replay_probe
-from fer.cudagraph.restore import lacks_memory, outputs_of
+from fer.cudagraph.restore import outputs_of
 from fer.engines.graphs import DEEP, SHALLOW
 from fer.errors import FerError
+from fer.memory.patience import lacks_memory
 
 if TYPE_CHECKING:
     from fer.cudagraph.plan import Plan

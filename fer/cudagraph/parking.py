@@ -113,7 +113,8 @@ def unpark(plan: Plan, kept: KeptMemory | None = None) -> bool:
         if kept is None:
             patiently(lambda: kv.back(chunk=CHUNK))
         else:
-            kv.back(kept=kept.parts)
+            parts = kept.parts
+            patiently(lambda: kv.back(kept=parts))
     if session is None or not (moved := session.verify_owners()):
         return kept is not None
     log.warning("graphs: %s", "; ".join(moved[:3]))

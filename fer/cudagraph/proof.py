@@ -25,8 +25,9 @@ from fer import __version__
 from fer.cudagraph import archive as archives
 from fer.cudagraph import state
 from fer.cudagraph.archive import Archive
-from fer.cudagraph.restore import Restorer, lacks_memory, outputs_of, place
+from fer.cudagraph.restore import Restorer, outputs_of, place
 from fer.errors import ArchiveError, FerError, MappingError, OutOfMemory, from_dict
+from fer.memory.patience import lacks_memory
 
 if TYPE_CHECKING:
     from fer.cudagraph.libcuda import Cuda

@@ -16,8 +16,8 @@ from fer.cudagraph.archive import Archive
 from fer.cudagraph.build import Builder, instantiate
 from fer.cudagraph.graph import Graph
 from fer.cudagraph.load import Binaries
-from fer.errors import DriverError, FerError, GraphRefused, IntegrityError, MappingError, OutOfMemory
-from fer.memory import driver
+from fer.errors import FerError, GraphRefused, IntegrityError, MappingError
+from fer.memory.patience import lacks_memory
 from fer.turns import short_turns
 
 if TYPE_CHECKING:
@@ -376,19 +376,6 @@ class Restorer:
             yield
         finally:
             self._cuda.pop_context(ctypes.byref(ctypes.c_uint64()))
-
-
-def lacks_memory(error: BaseException | None) -> bool:
-    """Whether this, or what it came from, is for want of memory: the device's, or the host's."""
-    while error is not None:
-        if isinstance(error, (OutOfMemory, MemoryError)):
-            return True
-        if isinstance(error, RuntimeError) and "out of memory" in str(error):  # torch's word for it
-            return True
-        if isinstance(error, DriverError) and driver.code_of(error) == driver.OUT_OF_MEMORY:
-            return True
-        error = error.__cause__
-    return False
 
 
 def _quietly(call: Callable[[], None]) -> None:

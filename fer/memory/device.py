@@ -68,7 +68,7 @@ class CudaDevice(DeviceFacts):
                 return driver.call("cuDevicePrimaryCtxRetain", self._device)
             except DriverError as error:
                 if driver.code_of(error) in (driver.OUT_OF_MEMORY, driver.UNAVAILABLE):
-                    raise OutOfMemory(f"{self.name} has no memory for a context", why=str(error)) from error
+                    raise OutOfMemory(f"{self.name} has no room for a context", why=str(error)) from error
                 raise
 
         try:

@@ -166,6 +166,7 @@ class NamedRange:
         if self.mapped:
             raise MappingError(f"the range {self.name} is mapped already")
         handles: dict[int, Any] = {}
+        firsts: dict[int, int] = {}  # where each is mapped first
         with self.device.current():
             try:
                 at, end = self.address, self.address + size
@@ -173,12 +174,13 @@ class NamedRange:
                     while at < end:
                         length = min(slab, end - at)
                         if length not in handles:  # the last one may be shorter
-                            handles[length] = self._create(length)
+                            handles[length], firsts[length] = self._create(length), at
                         driver.call("cuMemMap", at, length, 0, handles[length], 0)
                         self._aliases.append(_Chunk(at, length, handles[length]))
                         at += length
                     self._allow(self.address, size)
-                    driver.call("cuMemsetD8", self.address, 0, min(slab, size))
+                    for length, first in firsts.items():
+                        driver.call("cuMemsetD8", first, 0, length)
                     self.device.synchronize()
             except BaseException:
                 for alias in self._aliases:
@@ -200,9 +202,9 @@ class NamedRange:
                 it the memory is new, and zeroed.
 
         Raises:
-            OutOfMemory: the device has not that much; nothing was changed.
+            OutOfMemory: the device has not that much; nothing was changed, or nothing is mapped, as after :meth:`rest`.
             MappingError: the range has its memory, or what is kept is not as much as was handed out.
-            DriverError: in the middle of the change; the range is of no use any more.
+            DriverError: in the middle of the change; nothing is mapped.
         """
         if self._chunks:
             raise MappingError(f"the range {self.name} has its memory", why="it was given back by nobody")
@@ -210,7 +212,8 @@ class NamedRange:
         with self.device.current():
             try:
                 if kept:
-                    self._import(kept, made)
+                    with self._lacking(self.used):
+                        self._import(kept, made)
                 while (done := sum(each.size for each in made)) < self.used:
                     size = min(chunk, self.used - done)
                     with self._lacking(self.used, had=done):
@@ -221,15 +224,21 @@ class NamedRange:
                 raise
             self.device.synchronize()
             self._unmap_aliases()
-            for each in made:
-                driver.call("cuMemMap", each.address, each.size, 0, each.handle, 0)
-                self._chunks.append(each)
-                self.mapped += each.size
-            if made:
-                self._allow(self.address, self.mapped)
-            for each in made if not kept else ():
-                driver.call("cuMemsetD8", each.address, 0, each.size)
-            self.device.synchronize()
+            self.allocator.limit = self.address
+            with self._lacking(self.used, had=sum(each.size for each in made)), ExitStack() as undo:
+                for each in made:
+                    undo.callback(driver.quietly, "cuMemRelease", each.handle)
+                for each in made:
+                    driver.call("cuMemMap", each.address, each.size, 0, each.handle, 0)
+                    undo.callback(driver.quietly, "cuMemUnmap", each.address, each.size)
+                if made:
+                    self._allow(self.address, sum(each.size for each in made))
+                for each in made if not kept else ():
+                    driver.call("cuMemsetD8", each.address, 0, each.size)
+                self.device.synchronize()
+                undo.pop_all()
+        self._chunks.extend(made)
+        self.mapped = sum(each.size for each in made)
         self.allocator.limit = self.address + self.mapped
 
     def _import(self, kept: Sequence[tuple[int, Fd]], into: list[_Chunk]) -> None:
@@ -245,6 +254,8 @@ class NamedRange:
             try:
                 handle = driver.call("cuMemImportFromShareableHandle", fd.fileno(), self.vmm.descriptor)
             except DriverError as error:
+                if driver.code_of(error) == driver.OUT_OF_MEMORY:
+                    raise
                 why = f"a descriptor does not import: {error}"
                 raise MappingError(f"memory kept for the range {self.name} does not fit", why=why) from error
             into.append(_Chunk(at, size, handle))

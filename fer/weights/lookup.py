@@ -96,6 +96,10 @@ class Lookup:
         self._passed_over.append(why)
         self.reasons.append(why)
 
+    def gave_way(self, evicted: list[str]) -> bool:
+        """Whether what there was no memory to attach has been evicted, to load it instead."""
+        return not set(self._lacked).isdisjoint(evicted)
+
     def passed_over(self, edition: str, why: str) -> None:
         """Do not choose an edition again."""
         self.unusable.append(edition)

@@ -35,7 +35,7 @@ from fer.errors import (
     WaitTimeout,
 )
 from fer.memory.open import open_ahead, open_backend
-from fer.memory.patience import patiently
+from fer.memory.patience import lacks_memory, patiently
 from fer.report import Report
 from fer.stages import Stage
 from fer.weights import checkpoint, quantization, room
@@ -272,11 +272,11 @@ class _Attempt:
 
     def _attach_once(self, edition: str) -> Attached:
         """Raises OutOfMemory, without a lease: where an engine is dying, there may be enough in a moment."""
-        import torch
-
         try:
             return self.workshop.attach_edition(self.client, edition)
-        except (OutOfMemory, torch.OutOfMemoryError) as error:
+        except (FerError, MemoryError, RuntimeError) as error:  # the driver says it through torch in many words
+            if not lacks_memory(error):
+                raise
             with suppress(KeeperError):
                 self.client.release(edition)
             if isinstance(error, OutOfMemory):
@@ -332,6 +332,10 @@ class _Attempt:
                 fix="Raise wait_s, or set on_wait_timeout=load",
             )
         evicted = self._make_room(publish=False)
+        # Of several ranks one would wait at its commit for others that have nothing to publish.
+        if self.identity.ranks.local_size == 1 and self.lookup.gave_way(evicted):
+            self._load_and_publish(evicted)
+            return
         self.engine.adopt(self.engine.load())
         self.report.stage("weights", path="loaded", why=self._with_note(why), published=False, **_told(evicted))
 
@@ -350,9 +354,10 @@ class _Attempt:
 
         return together(self.engine, make, "making room for its weights")
 
-    def _load_and_publish(self) -> None:
-        self.lookup.clear_the_way()
-        evicted = self._make_room(publish=True)
+    def _load_and_publish(self, evicted: list[str] | None = None) -> None:
+        if evicted is None:
+            self.lookup.clear_the_way()
+            evicted = self._make_room(publish=True)
         before = checkpoint.stamp(self.identity.checkpoint)
         with self.report.step("load"):
             module = self.engine.load()

@@ -130,7 +130,13 @@ def test_a_descriptor_that_no_longer_imports_drops_its_edition(children: Childre
 
 
 @pytest.mark.parametrize(
-    ("step", "deed"), [("map-one", "no-room"), ("check", "no-room-for-torch"), ("bind", "no-room-for-torch")]
+    ("step", "deed"),
+    [
+        ("map-one", "no-room"),
+        ("check", "no-room-for-torch"),
+        ("check", "no-room-for-a-kernel"),
+        ("bind", "no-room-for-torch"),
+    ],
 )
 def test_memory_that_comes_in_a_moment_is_waited_for(children: Children, folder: Path, step: str, deed: str) -> None:
     first = start(children, folder)
@@ -162,6 +168,19 @@ def test_an_edition_is_not_given_up_for_want_of_memory(children: Children, folde
         (info,) = client.status().editions
         assert info.edition == kept and not info.holders
     assert start(children, folder).result()["details"]["edition"] == kept
+
+
+def test_one_that_has_to_give_way_all_the_same_is_kept_anew(children: Children, folder: Path) -> None:
+    room = int(1.3 * _size(folder))
+    first = start(children, folder, room=room)
+    kept = first.result()["details"]["edition"]
+    first.kill()
+    fault = {"at": "bind", "when": "before", "do": "no-room", "times": 1 << 30}
+    lacking = start(children, folder, room=room, fault=fault)
+    row = lacking.result()
+    assert row["path"] == "loaded" and row["details"]["evicted"] == [kept] and row["details"]["published"], row
+    lacking.kill()
+    assert start(children, folder, room=room).result()["path"] == "attached"
 
 
 def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_published(children: Children, folder: Path) -> None:

@@ -75,6 +75,7 @@ DEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "stop-keeper": lambda fault: _stop_keeper(),
     "no-room": lambda fault: _raise(OutOfMemory("injected: no room", needed=2, free=1)),
     "no-room-for-torch": lambda fault: _lack(),
+    "no-room-for-a-kernel": lambda fault: _lack_for_a_kernel(),
     "hang": lambda fault: time.sleep(600),
     "fill-gpu": lambda fault: _fill_gpu(),
     "append": lambda fault: _append(fault["file"]),
@@ -86,6 +87,11 @@ def _lack() -> None:
     import torch
 
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nInjected.")
+
+
+def _lack_for_a_kernel() -> None:
+    """Torch's word where a module of kernels cannot be loaded."""
+    raise RuntimeError("CUDA error: out of memory")
 
 
 def _stop_keeper() -> None:

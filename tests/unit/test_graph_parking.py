@@ -150,6 +150,15 @@ def test_memory_that_comes_back_late_is_waited_for(bench: Bench, monkeypatch: py
     bench.stage.unpark(bench.start)
 
 
+def test_kept_memory_that_cannot_be_mapped_yet_is_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.restoring()
+    bench.plan.archive.facts["kv"] = {"slab": 1}  # type: ignore[union-attr]
+    bench.run()
+    kv(bench).lacks = 3
+    assert bench.stage.unpark(bench.start, KeptMemory("GPU-1", "cuda", [(8, None)]))  # type: ignore[list-item]
+    assert kv(bench).asked[-1] == ("kept", 0)
+
+
 @pytest.mark.parametrize(("lacks", "path"), [(3, "restored"), (1 << 30, "loaded")])
 def test_a_start_waits_a_moment_for_what_a_dead_engine_held(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, lacks: int, path: str

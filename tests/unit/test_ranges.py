@@ -142,6 +142,7 @@ def test_one_slab_stands_in_for_a_whole_cache(fake: FakeDriver, ranges: Ranges) 
     assert sum(size for size, _ in fake.mapped.values()) == 1000 * MIB
     assert fake.used() == (64 + 1000 % 64) * MIB  # the slab, and a smaller one for what is left over
     assert sorted(fake.mapped)[0] == kv.address
+    assert sum(size for _, size in fake.cleared) == fake.used(), "both of them"
     with pytest.raises(MappingError, match="mapped already"):
         kv.map_over_and_over(64 * MIB, 64 * MIB)
     kv.close()
@@ -211,6 +212,22 @@ def test_a_cache_at_rest_that_gets_no_memory_rests_on(fake: FakeDriver, ranges: 
     assert (kv.mapped, fake.used()) == (150 * MIB, 150 * MIB)
 
 
+@pytest.mark.parametrize(
+    ("call", "after"), [("cuMemMap", 0), ("cuMemMap", 2), ("cuMemSetAccess", 0), ("cuMemsetD8", 1)]
+)
+@pytest.mark.parametrize("status", [Status.CUDA_ERROR_OUT_OF_MEMORY, Status.CUDA_ERROR_INVALID_VALUE])
+def test_a_cache_that_cannot_be_mapped_is_at_rest(
+    fake: FakeDriver, ranges: Ranges, call: str, after: int, status: Status
+) -> None:
+    kv = parked(ranges)
+    fake.fail(call, after=after, status=status)
+    with pytest.raises(OutOfMemory if status == Status.CUDA_ERROR_OUT_OF_MEMORY else DriverError):
+        kv.back()
+    assert (kv.mapped, fake.used(), fake.mapped, kv.backed) == (0, 0, {}, False)
+    kv.back()
+    assert (kv.mapped, fake.used()) == (150 * MIB, 150 * MIB)
+
+
 def test_a_cache_without_memory_stays_parked(fake: FakeDriver, ranges: Ranges) -> None:
     kv = parked(ranges)
     before, used = dict(fake.mapped), fake.used()
@@ -246,6 +263,12 @@ def test_memory_that_was_exported_is_mapped_again_as_it_is(fake: FakeDriver, ran
     kv.back(kept=kept)
     assert (kv.mapped, fake.used(), fake.cleared, kv.backed) == (150 * MIB, 150 * MIB, [], True)
     assert [at - kv.address for at in sorted(fake.mapped)] == [0, 64 * MIB, 128 * MIB]
+    kv.rest()
+    fake.fail("cuMemImportFromShareableHandle", after=1, status=Status.CUDA_ERROR_OUT_OF_MEMORY)
+    with pytest.raises(OutOfMemory):
+        kv.back(kept=kept)
+    assert (fake.mapped, fake.handles, kv.backed) == ({}, {}, False)
+    kv.back(kept=kept)
     close_all([fd for _, fd in kept])
     kv.rest()
     assert (fake.mapped, fake.handles) == ({}, {})
