@@ -56,8 +56,13 @@ class KernelsStage(Stage):
 
     def ahead(self, start: Start) -> None:
         """Prepare what was restored: after the graphs' stage, which sees no module that was loaded before it."""
-        if self._session is not None:
+        if self._session is None:
+            return
+        try:
             self._session.warm()
+        except Exception as error:  # as above; or no thread can be had, and the first calls prepare their kernels
+            self._session.note(f"kernels were not prepared: {error}")
+            log.warning("kernels were not prepared", exc_info=True)
 
     def finish(self, start: Start) -> None:
         """After the first token: what was found, what was compiled and why; and the archive gets what it lacks."""

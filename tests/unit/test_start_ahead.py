@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from torch import nn
 
 from fer import orchestrator, stages
 from fer.errors import DriverError, UnsupportedQuantization
+from fer.kernels.session import Session
+from fer.kernels.stage import KernelsStage
 from fer.memory import open as opening
 from fer.options import Options
 from fer.orchestrator import imagine
@@ -172,6 +175,22 @@ def test_who_records_graphs_is_there_before_kernels_are_made_ready(monkeypatch: 
     assert orchestrator._load_weights(begun, weights_stage, graphs, tokenizer=False) == [kernels]
     in_turn = ["graphs prepare", "kernels ahead", "weights run"]  # torch loads modules of its own for the second
     assert asked == ["weights prepare", "kernels run", "weights ahead", *in_turn]
+
+
+def test_without_a_thread_kernels_are_prepared_by_their_first_calls(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    stage, made = KernelsStage(), Session()
+    made._wanted = [("module:function", "{}")]
+    stage._session = made
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    monkeypatch.setattr(threading.Thread, "start", none)
+    any_start: Any = None
+    stage.ahead(any_start)
+    assert "can't start new thread" in made._why[0] and "not prepared" in caplog.text
 
 
 # --- in the background ---
