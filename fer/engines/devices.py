@@ -49,7 +49,8 @@ def resolve(device: str) -> str:
 def foreseen(device: str) -> str | None:
     """What :func:`resolve` will answer, in a process that has chosen no GPU; None where the driver has to be asked.
 
-    Imports torch.
+    Where GPUs are listed that CUDA cannot use, after half an update of the driver say, ``"auto"`` is the CPU for that,
+    and a GPU here. Imports torch.
     """
     import torch
 

@@ -21,6 +21,8 @@ log = logging.getLogger("fer.standby")
 
 SPARE_S = 1.0
 """Seconds an engine has served when a spare is begun beside it: requests come first."""
+LOOK_S = 3600.0
+"""Most seconds until it is looked again whether there is a launcher that forks one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +168,7 @@ class Lives:
         Only one that a launcher has forked, which costs next to nothing: it shares its memory with the template. One
         that dies while it waits is followed by another, ever later where they die one after the other.
         """
-        deaths = 0
+        deaths = strangers = 0
         while True:
             while not (wanted() and member.begun is None):
                 await asyncio.sleep(SPARE_S)
@@ -182,12 +184,15 @@ class Lives:
                 await begun.group.death()
             if member.begun is not begun or not begun.spare:
                 return  # the engine dies, and this one is to be the next
-            log.info("%s has a spare no more", member.name)
             member.begun = None
             self._discard(begun)
-            deaths = 1 if time.monotonic() - began >= STABLE_S else deaths + 1
-            # Where the launcher has gone, or is being replaced by a fresh one, there may be one again later.
-            await asyncio.sleep(delay_s(FREE_RESTARTS + deaths) if forked else LONGEST_DELAY_S)
+            if forked:
+                log.info("%s has a spare no more", member.name)
+                deaths, strangers = 1 if time.monotonic() - began >= STABLE_S else deaths + 1, 0
+                await asyncio.sleep(delay_s(FREE_RESTARTS + deaths))
+            else:  # the launcher is being replaced by a fresh one, or has gone: to look takes the start of a process
+                await asyncio.sleep(min(LONGEST_DELAY_S * 2.0**strangers, LOOK_S))
+                strangers += 1
 
     def _discard(self, begun: Begun) -> None:
         """End what was begun and is not needed. Nobody waits for that: a launcher that hangs must not hold us up."""

@@ -23,7 +23,7 @@ from fer.memory.fd import Fd
 _F_SETSIG, _F_GETSIG = 10, 11
 """Which signal announces input and hang-up; Linux, missing in Python's module."""
 _SYS_CLOSE_RANGE, _CLOSE_RANGE_UNSHARE = 436, 2
-"""Linux 5.9, under the same number on every architecture; older C libraries have no function for it."""
+"""Linux 5.9, under the same number on all architectures but Alpha; older C libraries have no function for it."""
 
 
 def make() -> tuple[Fd, Fd]:
@@ -51,7 +51,7 @@ def show_end_at_once() -> bool:
     """Let the other side see the end of this process, which must not exec, as soon as it begins; whether that could be.
 
     Threads share one table of descriptors, which is closed by the last of them to go, and that is as a rule the one
-    that has to free the process's memory first: with the 16 GiB of a model mapped, tens of milliseconds. So a thread
+    that has to free the process's memory first: 80 ms where 800 MiB were written to (``bench.first_sign``). So a thread
     gets a table of its own with the pipe's read end alone, and the others lose theirs. If this thread is not the last,
     its table is closed at once; if it is, that of all others has been. ``unshare`` would do the same, but containers
     forbid it.
@@ -67,11 +67,13 @@ def show_end_at_once() -> bool:
         return bool(libc.syscall(ctypes.c_long(_SYS_CLOSE_RANGE), *numbers) == 0)
 
     def hold() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
-        if close_range(held + 1, 0xFFFFFFFF, _CLOSE_RANGE_UNSHARE):
-            close_range(0, held - 1)
-            apart.set()
-        done.set()
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
+            if close_range(held + 1, 0xFFFFFFFF, _CLOSE_RANGE_UNSHARE):
+                close_range(0, held - 1)
+                apart.set()
+        finally:
+            done.set()
         while apart.is_set():
             libc.pause()
 

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import gc
 import json
+import logging
 import os
 import sys
 import threading
@@ -189,8 +190,6 @@ def connect() -> KeeperClient:
 
 def _log() -> None:
     """FER's log goes to stderr, which the supervisor shows. Libraries that complain on import do not."""
-    import logging
-
     logging.basicConfig(format="fer: %(message)s", level=logging.WARNING)
     logging.getLogger("fer").setLevel(logging.INFO)
     hush()
@@ -199,7 +198,8 @@ def _log() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     chosen = _arguments(arguments)
     _log()
-    tie.show_end_at_once()
+    if not tie.show_end_at_once():
+        logging.getLogger("fer").info("the end of this process will show late: no descriptor can be held apart")
 
     made = Loader(chosen)
     if chosen.world == 1:

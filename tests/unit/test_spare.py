@@ -343,7 +343,8 @@ def test_there_is_one_again_when_a_launcher_is(
         async with service.running():
             await until(lambda: len(started) == 4)
             spare = await service.waiting()
-            assert spare == started[3].pid and all(gone(child.pid) for child in started[1:3])
+            assert spare == started[3].pid
+            await until(lambda: all(gone(child.pid) for child in started[1:3]))
             os.kill(service.pid, signal.SIGKILL)
             assert await service.next() == spare
 
