@@ -2,8 +2,8 @@
 
     python -m tests.support.engine_child '{"folder": "...", "options": {...}, "fault": {...}}'
 
-``fault`` names a place and what happens there, once or ``times``:
-``{"at": "move", "when": "before"|"after", "do": "kill-self"}``.
+``store`` is a file in which the ranks of a launch meet, and vote from then on. ``fault`` names a place and what happens
+there, once or ``times``: ``{"at": "move", "when": "before"|"after", "do": "kill-self"}``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fer
+from fer.engines import ranks
 from fer.engines.base import Ranks
 from fer.engines.module import ModuleEngine
 from fer.errors import DriverError, FerError, OutOfMemory, SlabLost, StructureDiffers
@@ -183,6 +184,11 @@ def main() -> None:
     engine = recovery_model.engine(Path(asked["folder"]), **asked.get("engine", {}))
     if asked.get("ranks"):
         engine._ranks = Ranks(**asked["ranks"])
+    if asked.get("store"):
+        launch = ranks.Launch(rank=engine._ranks.tp_rank, world=engine._ranks.tp_size, store=Path(asked["store"]))
+        os.environ.update(launch.variables("cpu"))
+        ranks.start("cpu", launch)
+        engine.agree = lambda ok: ranks.agree(ok, "cpu")  # type: ignore[method-assign]
     row: dict[str, Any] = {"pid": os.getpid()}
     try:
         report = fer.recover(engine, **asked.get("options", {}))
