@@ -13,6 +13,7 @@ import pytest
 from fer.cudagraph import store
 from fer.weights.client import KeeperClient
 from tests.support import engine_models, serve_models
+from tests.support.descriptors import open_descriptors
 from tests.support.keeper import read_line, wait_until
 from tests.support.launcher import Launcher
 from tests.support.memory_gpu import free_bytes, wait_for_free
@@ -131,16 +132,35 @@ def test_engines_die_and_every_answer_is_the_same(
 
 
 def alone(children: Children, folder: Path, log: Path, answer: str) -> None:
-    """One engine without a standby, which the launcher forks again."""
+    """One engine without a standby, which the launcher forks again; then a spare is its successor."""
     served = Served(children, folder, log)
-    for _ in range(2):
+    for spared in (False, True, True):
         status = served.ready(1)
+        spare = waiting(served) if spared else 0
         assert [process["via"] for process in status["members"][0]["processes"]] == ["launcher"], log.read_text()
         assert (served.path("weights"), served.path("cudagraph")) == ("attached", "restored"), status
         stream = served.stream(PROMPT, COUNT).read(5)
         served.kill_worker()
         assert stream.rest().text == answer
+        if spared:
+            status = served.until_status("it serves again", lambda status: status["state"] == "active")
+            assert status["pid"] == spare and status["last_outage"]["kept_rows"] > 0, log.read_text()[-3000:]
     assert served.end() == 0
+
+
+def waiting(served: Served) -> int:
+    """The pid of a spare that has the driver's library, and no device."""
+
+    def spare() -> int:
+        return int(served.status()["members"][0]["spare"] or 0)
+
+    def has_driver() -> bool:
+        return bool(spare()) and "libcuda.so" in Path(f"/proc/{spare()}/maps").read_text()
+
+    wait_until(has_driver, f"a spare waits: {served.log.read_text()[-3000:]}", LIMIT_S)
+    opened = open_descriptors(spare()).values()
+    assert not [path for path in opened if path.startswith("/dev/nvidia")], "what opens a device holds on to it"
+    return spare()
 
 
 def _by_standby(status: dict[str, Any]) -> bool:
