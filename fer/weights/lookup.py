@@ -47,7 +47,8 @@ class Lookup:
         self._verdict: checkpoint.Verdict | None = None
         self.unusable: list[str] = []
         self._passed_over: list[str] = []
-        self._lacked: list[str] = []  # sound, but there was no memory to attach them with
+        self._lacked: list[str] = []  # there was no memory to attach them with
+        self._sound: list[str] = []  # those, and what another rank could not attach its part of
 
     def choose(self) -> Candidate | None:
         """The edition to attach, or None with :attr:`reasons`."""
@@ -92,17 +93,25 @@ class Lookup:
     def lacked(self, edition: str, error: FerError) -> None:
         """There was no memory to attach an edition with: do not choose it again, but it stays, since it is sound."""
         self._lacked.append(edition)
+        self._sound.append(edition)
         why = f"edition {edition} could not be attached: {error}"
         self._passed_over.append(why)
         self.reasons.append(why)
 
-    def gave_way(self, evicted: list[str]) -> bool:
-        """Whether what there was no memory to attach has been evicted, to load it instead."""
-        return not set(self._lacked).isdisjoint(evicted)
+    def gave_way(self) -> bool:
+        """Whether a sound edition that was not attached has been evicted since, to load instead."""
+        if not self._sound:
+            return False
+        try:
+            left = {candidate.edition for candidate in self._client.find(self.key).candidates}
+        except KeeperError:
+            return False
+        return not left.issuperset(self._sound)
 
-    def passed_over(self, edition: str, why: str) -> None:
-        """Do not choose an edition again."""
+    def passed_over(self, edition: str, why: str, *, sound: bool = False) -> None:
+        """Do not choose an edition again; where it is sound, it is another rank that could not."""
         self.unusable.append(edition)
+        self._sound += [edition] * sound
         self._passed_over.append(why)
         self.reasons.append(why)
 

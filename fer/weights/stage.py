@@ -168,6 +168,7 @@ class _Attempt:
         kept: True once the connection, and with it the lease, belongs to a living module.
         alone: this launch must not publish: the keeper is gone, another launch has the part, or what it would publish
             is kept already, and memory to attach it with is lacking.
+        gone: the keeper is.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class _Attempt:
     ) -> None:
         self.engine, self.options, self.report = start.engine, start.options, start.report
         self.identity, self.client, self.note = identity, client, note
-        self.kept = self.timed_out = self.alone = False
+        self.kept = self.timed_out = self.alone = self.gone = False
         self.workshop = workshop
         with self.report.step("fingerprint"):
             self.lookup = Lookup(client, identity, self.workshop.backend)
@@ -207,7 +208,7 @@ class _Attempt:
         """The keeper refuses or is gone: say so, and go on without it."""
         log.warning("going on without the keeper: %s", error)
         self.lookup.reasons.append(str(error))
-        self.alone = True
+        self.alone = self.gone = True
 
     # --- attach ---
 
@@ -230,7 +231,8 @@ class _Attempt:
         attached = self._try_attach(candidate.edition)
         if not engine.agree(attached is not None):
             if attached is not None:
-                lookup.passed_over(candidate.edition, "another rank of this launch could not attach its edition")
+                why = "another rank of this launch could not attach its edition"
+                lookup.passed_over(candidate.edition, why, sound=True)
                 with suppress(KeeperError):
                     self.client.release(candidate.edition)
             return "tried"
@@ -332,8 +334,8 @@ class _Attempt:
                 fix="Raise wait_s, or set on_wait_timeout=load",
             )
         evicted = self._make_room(publish=False)
-        # Of several ranks one would wait at its commit for others that have nothing to publish.
-        if self.identity.ranks.local_size == 1 and self.lookup.gave_way(evicted):
+        # Else nothing would be kept any more of what a rank had to evict, however sound it was.
+        if not self.engine.agree(not self.lookup.gave_way()) and self.engine.agree(not self.gone):
             self._load_and_publish(evicted)
             return
         self.engine.adopt(self.engine.load())
@@ -355,8 +357,8 @@ class _Attempt:
         return together(self.engine, make, "making room for its weights")
 
     def _load_and_publish(self, evicted: list[str] | None = None) -> None:
+        self.lookup.clear_the_way()
         if evicted is None:
-            self.lookup.clear_the_way()
             evicted = self._make_room(publish=True)
         before = checkpoint.stamp(self.identity.checkpoint)
         with self.report.step("load"):

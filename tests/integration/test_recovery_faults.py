@@ -170,13 +170,15 @@ def test_an_edition_is_not_given_up_for_want_of_memory(children: Children, folde
     assert start(children, folder).result()["details"]["edition"] == kept
 
 
-def both(children: Children, folder: Path, launch: str, fault: dict[str, Any] | None = None) -> list[EngineProcess]:
+def both(
+    children: Children, folder: Path, launch: str, fault: dict[str, Any] | None = None, **asked: Any
+) -> list[EngineProcess]:
     """Two ranks of a launch; the second one has the fault."""
     store = str(folder.parent / f"store-{launch}")
     engines = []
     for rank in range(2):
         place = {"tp_size": 2, "tp_rank": rank, "local_size": 2, "launch": launch}
-        engines.append(start(children, folder, ranks=place, store=store, fault=fault if rank else None))
+        engines.append(start(children, folder, ranks=place, store=store, fault=fault if rank else None, **asked))
     return engines
 
 
@@ -197,6 +199,19 @@ def test_ranks_wait_for_one_that_lacks_memory_and_lose_no_edition(children: Chil
             now = {info.edition for info in client.status().editions}
         editions = editions or now
         assert len(now) == 2 and now == editions, launch
+        for engine in engines:
+            engine.kill()
+
+
+def test_ranks_of_which_one_has_to_give_way_all_the_same_are_kept_anew(children: Children, folder: Path) -> None:
+    room = int(2.6 * _size(folder))
+    fault = {"at": "bind", "when": "before", "do": "no-room", "times": 1 << 30}
+    for launch, lacks, path in (("first", None, "loaded"), ("lacking", fault, "loaded"), ("last", None, "attached")):
+        engines = both(children, folder, launch, lacks, room=room)
+        rows = [engine.result() for engine in engines]
+        assert [row["path"] for row in rows] == [path] * 2, (launch, rows)
+        assert path == "attached" or all(row["details"]["published"] for row in rows), (launch, rows)
+        assert all(row["answer"] == recovery_model.expected(folder) for row in rows)
         for engine in engines:
             engine.kill()
 
