@@ -12,13 +12,11 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -28,6 +26,7 @@ from fer.engines.devices import named
 from fer.errors import OptionError
 from fer.memory import fdpass
 from fer.standby.admin import ADMIN
+from fer.standby.connections import BACKLOG, IDLE_S, OPERATORS, Bound, Server, lowered, raised_limit, serving
 from fer.standby.eviction import Editions
 from fer.standby.front import BODY_LIMIT, Front, application
 from fer.standby.metrics import CONTENT_TYPE, Metrics
@@ -43,7 +42,6 @@ from fer.weights.keeper.sockets import choose_dir
 
 log = logging.getLogger("fer.standby")
 
-BACKLOG = 1024
 LENGTH = 1024
 """Positions of an answer and its prompt where nothing else is asked for."""
 BATCH_ROUTER = RouterLimits(requests=256, wait_s=600.0, flag="--batch-queue")
@@ -66,6 +64,7 @@ class Settings:
         launcher: the name of the launcher that starts engines, ``auto`` or ``off``.
         batch: keep a preemptible engine for requests of the tier ``flex``, with ``batch_max_length`` (None: as online)
             and ``batch_rows``, the batch sizes of its own; ``batch_router`` is for its requests.
+        idle_s: seconds after which a connection without a request is closed.
         runtime_dir: where the private directory of sockets is made.
     """
 
@@ -87,6 +86,7 @@ class Settings:
     batch_rows: tuple[int, ...] = ()
     batch_router: RouterLimits = BATCH_ROUTER
     body_limit: int = BODY_LIMIT
+    idle_s: float = IDLE_S
     runtime_dir: Path | None = None
     router: RouterLimits = field(default_factory=RouterLimits)
     supervisor: SupervisorLimits = field(default_factory=SupervisorLimits)
@@ -126,6 +126,10 @@ class Settings:
         if self.max_length is not None:
             return self
         return dataclasses.replace(self, max_length=min(LENGTH, positions(self.model) or LENGTH))
+
+    def processes(self) -> int:
+        """Processes of engines that may be there at once: each engine's, a spare's, and those of one that goes."""
+        return self.tp * (1 + self.standbys + self.batch + 2)
 
 
 def worker(settings: Settings) -> Commands:
@@ -175,8 +179,14 @@ def serve(settings: Settings, *, engine: Engine = worker, spawn: Spawn | None = 
     settings.check()
     settings = settings.settled()
     base, _ = choose_dir(settings.runtime_dir)
-    started = spawn or through(settings.launcher, settings.runtime_dir)
-    with _listen(settings.host, settings.port) as public, _folder(base) as folder, _admin(folder) as admin:
+    _fill_stdio()
+    with (
+        raised_limit() as soft,
+        _listen(settings.host, settings.port) as public,
+        _folder(base) as folder,
+        _admin(folder) as admin,
+    ):
+        started = lowered(spawn or through(settings.launcher, settings.runtime_dir), soft)
         service = Service(settings, folder, engine, started)
         asyncio.run(service.run(public, admin))
 
@@ -223,9 +233,10 @@ class Service:
             log.warning("%s can be reached from outside, and asks nobody who they are", _address(public))
         with self._notified(), self._signals():
             clients, operators = application([*front.routes(), *self._routes()]), application(self._admin_routes())
-            async with _http((clients, public), (operators, admin)):
-                sys.stdout.write(f"{_address(public)}\n")
-                sys.stdout.flush()
+            idle_s, self._connections = settings.idle_s, Bound.of_limit(settings.processes())
+            servers = (Server(clients, self._connections, idle_s), Server(operators, Bound(OPERATORS), idle_s))
+            async with serving((servers[0], public), (servers[1], admin)):
+                _print(_address(public))
                 log.info("serving %s at %s, admin socket %s", self._name, _address(public), self._folder / ADMIN)
                 await self._supervise()
 
@@ -321,7 +332,8 @@ class Service:
         own = {"model": self._name, "supervisor": os.getpid(), "resume": self._settings.resume}
         router = {"in_flight": self._router.in_flight, "most": self._router.limits.requests}
         counted = {name: getattr(self._router, name) for name in ("resumed", "retried", "differed")}
-        return {**own, **self._supervisor.status(private=private), "requests": {**router, **counted}}
+        more = {"requests": {**router, **counted}, "connections": self._connections.status()}
+        return {**own, **self._supervisor.status(private=private), **more}
 
     async def _figures(self, request: Request) -> Response:
         return Response(self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -370,53 +382,6 @@ class Service:
                 loop.remove_signal_handler(number)
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn in a loop that is ours: signals are not its business, and nothing is to be looked for all the time."""
-
-    def __init__(self, app: Starlette) -> None:
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            timeout_graceful_shutdown=1,  # answers had their time before
-            backlog=BACKLOG,
-        )
-        super().__init__(config)
-        self.begun, self.ending = asyncio.Event(), asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def main_loop(self) -> None:
-        self.begun.set()
-        await self.ending.wait()
-
-
-@contextlib.asynccontextmanager
-async def _http(*served: tuple[Starlette, socket.socket]) -> AsyncIterator[None]:
-    """Serve applications at listening sockets inside the block."""
-    servers = [(_Server(app), sock) for app, sock in served]
-    tasks = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in servers]
-    try:
-        for (server, _), task in zip(servers, tasks, strict=True):
-            begun = asyncio.create_task(server.begun.wait())
-            await asyncio.wait((begun, task), return_when=asyncio.FIRST_COMPLETED)
-            begun.cancel()
-            if task.done():
-                task.result()
-        yield
-    finally:
-        for server, _ in servers:
-            server.ending.set()
-        await asyncio.gather(*tasks)
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """The public socket. Raises OptionError where it cannot be had."""
     try:
@@ -458,6 +423,24 @@ def _admin(folder: Path) -> Iterator[socket.socket]:
         (folder / ADMIN).chmod(0o600)
         sock.listen(16)
         yield sock
+
+
+def _fill_stdio() -> None:
+    """Have something at 0, 1 and 2: else a socket gets such a number, and what is meant for a log is sent there."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+
+
+def _print(line: str) -> None:
+    """To stdout. Who cannot read it there may know it all the same: it is no reason to stop serving."""
+    if sys.stdout is None:  # closed by whoever started us
+        return
+    try:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        log.warning("the address cannot be written to stdout: %s", error.strerror or error)
 
 
 def _is_loopback(sock: socket.socket) -> bool:
