@@ -21,6 +21,8 @@ log = logging.getLogger("fer.standby")
 
 SPARE_S = 1.0
 """Seconds an engine has served when a spare is begun beside it: requests come first."""
+OBEY_S = 2.0
+"""Seconds in which a spare that is told to start says that it does; then another process is started in its place."""
 LOOK_S = 3600.0
 """Most seconds until it is looked again whether there is a launcher that forks one."""
 
@@ -105,7 +107,8 @@ class Lives:
             if member.ordered:
                 group.kill()  # it came too late for who gave that order
             first = group.processes[0]
-            log.info("%s: process %s started, via=%s: %s", member.name, _pids(group), first.how, first.why_so)
+            what = "takes over, which was a spare" if group.waited else "started"
+            log.info("%s: process %s %s, via=%s: %s", member.name, _pids(group), what, first.how, first.why_so)
             died = await self._start(member, version, group)
             if died is None and member.ready is not None:
                 same = await asyncio.to_thread(version.weights) == weights
@@ -234,27 +237,31 @@ class Lives:
 
     async def _start(self, member: Member, version: Version, group: RankGroup) -> Process | None:
         """Wait until the engine is ready; the process that ended instead, if one did."""
-        ready, death = asyncio.ensure_future(group.ready()), asyncio.ensure_future(group.death())
+        obeys, ready = asyncio.ensure_future(group.obeys()), asyncio.ensure_future(group.ready())
+        death = asyncio.ensure_future(group.death())
+        steps = [(obeys, OBEY_S, "did not begin when it was told to"), (ready, self._limits.start_s, "was not ready")]
         try:
-            await member.until_stop(
-                asyncio.wait([ready, death], timeout=self._limits.start_s, return_when=asyncio.FIRST_COMPLETED)
-            )
-            if death.done():
-                return death.result()
-            if ready.done():
-                member.ready = ready.result()
-                version.note(member.ready)
-                log.info("%s is ready after %.3f s", member.name, member.ready.report.get("total_s", 0.0))
-            elif not member.stop.is_set():
-                member.blame = f"it was not ready after {self._limits.start_s:g} s"
-                self.failed(member, member.blame)
-                group.kill()
-                return await death
+            for step, limit_s, failure in steps:
+                await member.until_stop(
+                    asyncio.wait([step, death], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                )
+                if death.done():
+                    return death.result()
+                if member.stop.is_set():
+                    return None
+                if not step.done():
+                    member.blame = f"it {failure} after {limit_s:g} s"
+                    self.failed(member, member.blame)
+                    group.kill()
+                    return await death
+            member.ready = ready.result()
+            version.note(member.ready)
+            log.info("%s is ready after %.3f s", member.name, member.ready.report.get("total_s", 0.0))
             return None
         finally:
-            for task in (ready, death):
+            for task in (obeys, ready, death):
                 task.cancel()
-            await asyncio.gather(ready, death, return_exceptions=True)
+            await asyncio.gather(obeys, ready, death, return_exceptions=True)
 
     async def dismiss(self, member: Member, why: str) -> bool:
         """SIGKILL a member's engine by order, and wait until it is gone with its memory.

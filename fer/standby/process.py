@@ -113,6 +113,7 @@ class Process:
             its interpreter ran, ``told``: when it was told how to start; 0 before.
         closed: when its control socket or its tie closed, which a death shows first; ``died``: when its end was seen.
             Between the two the kernel takes it apart, memory of a GPU above all. 0 before.
+        obeys: done when it has heard how to start.
         ready: done when the process says so.
         closing: done when it has closed either of them; ``ended``: done when it has ended.
         broken: the error it ended with, where it could say one.
@@ -135,6 +136,7 @@ class Process:
         self._answer: asyncio.Future[Answer] | None = None
         self._asking = asyncio.Lock()
         self._status: asyncio.Future[int | None] | None = None
+        self.obeys: asyncio.Future[None] = loop.create_future()
         self.ready: asyncio.Future[wire.Ready] = loop.create_future()
         self.closing: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -294,6 +296,9 @@ class Process:
             self.begun, self.orders = message.at, message.orders
             self._hears = message.orders
             self._tell_how()
+        elif isinstance(message, wire.Told):
+            if not self.obeys.done():
+                self.obeys.set_result(None)
         elif isinstance(message, wire.Broken):
             self.broken = from_dict(message.error)
         elif isinstance(message, wire.Promoted | wire.Unpromoted | wire.Parked):

@@ -36,6 +36,7 @@ class RankGroup:
 
     Attributes:
         stand: what each is told that takes orders; None for a spare, which waits for :meth:`go`.
+        waited: it was a spare.
         processes: those that were started.
         wedged: those that did not end in time after SIGKILL, as where the kernel waits for a GPU. Whoever they held
             memory of gets it back only when the kernel lets go of them.
@@ -49,6 +50,7 @@ class RankGroup:
         stand: wire.Stand | None = wire.SERVE,
     ) -> None:
         self._commands, self._spawn, self._limits, self.stand = commands, spawn, limits, stand
+        self.waited = False
         self.processes: list[Process] = []
         self.wedged: list[Process] = []
 
@@ -68,9 +70,14 @@ class RankGroup:
 
     def go(self, stand: wire.Stand) -> None:
         """Let a spare start."""
-        self.stand = stand
+        self.stand, self.waited = stand, True
         for process in self.processes:
             process.go(stand)
+
+    async def obeys(self) -> None:
+        """Wait until all that were a spare have heard how to start: one that hangs never will."""
+        if self.waited:
+            await asyncio.gather(*(asyncio.shield(process.obeys) for process in self.processes))
 
     async def ready(self) -> wire.Ready:
         """Wait until every rank is ready; what rank 0 said."""

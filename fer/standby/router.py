@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import time
@@ -276,6 +277,8 @@ class Router:
         try:
             reader, writer = await _connect(target.path)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # ours, and no fault of the engine's
+                raise _unavailable("this service has no descriptor left to ask the engine with") from error
             raise WorkerGone from error
         target.streams += 1
         try:
@@ -354,7 +357,8 @@ class _Answer:
         if self.seen:
             raise RequestError(
                 "the model was updated in the middle of this answer",
-                why="the engine that answers now has other weights, and does not go on with another model's words",
+                why="its files are not those that this answer began with, by their times if not by their content, "
+                "and no answer goes on with another model's words",
                 fix="Ask again",
                 status=502,
                 code="model_updated",

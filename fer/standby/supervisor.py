@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,7 +24,7 @@ from fer.errors import FerError, RequestError, UsageError
 from fer.standby import wire
 from fer.standby.eviction import Editions
 from fer.standby.life import Lives, SupervisorLimits, abandon
-from fer.standby.member import Member, delay_s
+from fer.standby.member import STABLE_S, Member, delay_s
 from fer.standby.outage import Outage
 from fer.standby.preemptible import Preemptible
 from fer.standby.process import Spawn
@@ -326,7 +327,10 @@ class Supervisor:
         processes = member.group.processes if member.group is not None else []
         by_surprise = len(processes) == 1 and not (member.ordered or member.blame or processes[0].broken)
         alone = self.succession.active is member and len(self.members) == 1
-        wanted = not (member.stop.is_set() or member.trial or self.ending or delay_s(member.failures + 1))
+        # Of use already, so this death counts as the first; see run() of its lives.
+        useful = (member.target is not None and member.target.answered) or time.monotonic() - member.since >= STABLE_S
+        late = delay_s(1 if useful else member.failures + 1)
+        wanted = not (member.stop.is_set() or member.trial or self.ending or late)
         return self._stand(member) if by_surprise and alone and wanted else None
 
     async def _before_the_next(self, member: Member) -> None:

@@ -111,6 +111,12 @@ class Begun(_Line, frozen=True, tag="begun"):
     orders: bool = False
 
 
+class Told(_Line, frozen=True, tag="told"):
+    """The worker has heard how to start, and does: a spare that hangs would be waited for otherwise."""
+
+    at: int
+
+
 class Ready(_Line, frozen=True, tag="ready"):
     """The worker has recovered and listens; its first token may be that of its promotion.
 
@@ -164,7 +170,7 @@ class Parked(_Line, frozen=True, tag="parked"):
     freed: bool
 
 
-Control = Begun | Ready | Broken | Promoted | Unpromoted | Parked
+Control = Begun | Told | Ready | Broken | Promoted | Unpromoted | Parked
 
 
 class Stand(_Line, frozen=True, tag="stand", kw_only=True):
@@ -208,7 +214,9 @@ _T = TypeVar("_T")
 _encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[Generate] = msgspec.json.Decoder(Generate)
 _events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Began | Piece | Differed | Ended | Failed)
-_controls: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Begun | Ready | Broken | Promoted | Unpromoted | Parked)
+_controls: msgspec.json.Decoder[Control] = msgspec.json.Decoder(
+    Begun | Told | Ready | Broken | Promoted | Unpromoted | Parked
+)
 _orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Stand | Promote | Park)
 
 

@@ -216,7 +216,7 @@ def hold(
     except KeeperError as error:
         lock = locks.make_within(service, wait_s)
         if lock is None:
-            raise _held(service, "its lock is taken, and there is no keeper to ask who has it") from error
+            raise _held(service, f"its lock is taken, and no keeper says by whom: {error}") from error
         log.warning(
             "no keeper: %s is held by the kernel's lock alone, and nobody ends what is left of a cohort", service
         )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fer.errors import LauncherError
-from fer.standby import life, member, process
+from fer.standby import life, member, process, supervisor
 from fer.standby.launcher_client import Child
 from fer.standby.member import FREE_RESTARTS, Begun
 from fer.standby.outage import Outage
@@ -52,6 +52,7 @@ lines = sock.makefile("rb")
 say(wire.Begun(time.monotonic_ns(), orders=orders))
 if orders:
     assert isinstance(wire.order(next(lines)), wire.Stand)
+    say(wire.Told(time.monotonic_ns()))
 say(wire.Ready(time.monotonic_ns(), 10, 1, {}))
 for line in lines:
     say(wire.Promoted(at=time.monotonic_ns()) if isinstance(wire.order(line), wire.Promote) else wire.Parked(0, True))
@@ -234,6 +235,39 @@ def test_one_that_waited_for_long_counts_as_the_first_to_die(service: Service, m
                 os.kill(spare, signal.SIGKILL)
                 await until(lambda spare=spare: service.spare not in (0, spare))
             assert deaths == [FREE_RESTARTS + 1] * 2
+
+    play(work)
+
+
+def test_one_that_hangs_is_ended_and_another_process_started(
+    service: Service, monkeypatch: pytest.MonkeyPatch, no_fd_leak: None
+) -> None:
+    monkeypatch.setattr(life, "OBEY_S", 0.2)
+
+    async def work() -> None:
+        async with service.running():
+            engine, spare = service.pid, await service.waiting()
+            os.kill(spare, signal.SIGSTOP)
+            os.kill(engine, signal.SIGKILL)
+            await until(lambda: service.pid not in (0, engine, spare))
+            assert gone(spare) and "did not begin when it was told to" in service.supervisor.last_error
+
+    play(work)
+
+
+@pytest.mark.parametrize("useful", ["answered", "for long", ""])
+def test_a_death_after_useful_work_counts_as_the_first(
+    service: Service, monkeypatch: pytest.MonkeyPatch, useful: str
+) -> None:
+    async def work() -> None:
+        async with service.running():
+            member = service.supervisor.members[0]
+            member.failures = 7
+            assert member.target is not None
+            if useful == "answered":
+                member.target.first.set()
+            monkeypatch.setattr(supervisor, "STABLE_S", 0.0 if useful == "for long" else 60.0)
+            assert (service.supervisor._early(member) is not None) == bool(useful)
 
     play(work)
 
