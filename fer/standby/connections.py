@@ -76,9 +76,13 @@ def lowered(spawn: Spawn, soft: int) -> Spawn:
     def start(command: Command, stdio: tuple[int, int, int]) -> Child:
         child = spawn(command, stdio)
         # Afterwards, since an engine may be forked by a launcher: its interpreter begins or it waits for our word then.
-        with contextlib.suppress(OSError):  # it has died already, as its pidfd will say
+        try:
             _, hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        except ProcessLookupError:
+            pass  # it has died already, as its pidfd will say
+        except (OSError, ValueError) as error:
+            log.warning("process %d keeps our limit of open files instead of %d: %s", child.pid, soft, error)
         return child
 
     return start

@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.descriptors import open_descriptors
 from tests.support.keeper import read_line, wait_until
+from tests.support.launcher import Launcher
 from tests.support.processes import Children, halt
 from tests.support.serve_engine import expected
 from tests.support.serving import LIMIT_S, Service
@@ -194,8 +195,14 @@ def test_an_answer_that_takes_longer_than_a_connection_may_idle_is_whole(childre
     assert service.end() == 0
 
 
-def test_the_service_has_all_files_it_may_and_engines_what_it_was_started_with(start: Start) -> None:
+@pytest.mark.parametrize("via", ["exec", "launcher"])
+def test_the_service_has_all_files_it_may_and_engines_what_it_was_started_with(
+    children: Children, start: Start, via: str
+) -> None:
+    if via == "launcher":
+        Launcher(children)
     service = start()
+    assert f"via={via}" in service.log.read_text()
     assert resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE) == (HARD, HARD)
     pid = service.active_pid()
     assert pid is not None and resource.prlimit(pid, resource.RLIMIT_NOFILE) == (SOFT, HARD)
