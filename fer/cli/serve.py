@@ -43,38 +43,37 @@ def serve(
     with guarded():
         options = settings(log="info", runtime_dir=runtime_dir)
         need("starlette", "uvicorn", "prometheus_client")
+        from fer.cli.log_thread import log_in_thread
         from fer.standby.router import RouterLimits
         from fer.standby.service import BATCH_ROUTER, Settings
         from fer.standby.service import serve as run
         from fer.standby.supervisor import SupervisorLimits
 
         chosen: Any = resume  # checked there
-        run(
-            Settings(
-                model=model,
-                name=name,
-                host=host,
-                port=port,
-                device=device,
-                dtype=dtype,
-                max_length=max_length,
-                batch_sizes=_sizes(batch_sizes),
-                standbys=standbys,
-                tp=tp,
-                resume=chosen,
-                keep_cache=keep_cache,
-                batch=batch,
-                batch_max_length=batch_max_length,
-                batch_rows=_sizes(batch_batch_sizes, "--batch-batch-sizes"),
-                batch_router=dataclasses.replace(
-                    BATCH_ROUTER, requests=batch_queue, wait_s=batch_wait_s, stall_s=stall_s
-                ),
-                launcher=launcher,
-                runtime_dir=options.runtime_dir,
-                router=RouterLimits(requests=queue, wait_s=wait_s, stall_s=stall_s),
-                supervisor=SupervisorLimits(drain_s=drain_s),
-            )
+        asked = Settings(
+            model=model,
+            name=name,
+            host=host,
+            port=port,
+            device=device,
+            dtype=dtype,
+            max_length=max_length,
+            batch_sizes=_sizes(batch_sizes),
+            standbys=standbys,
+            tp=tp,
+            resume=chosen,
+            keep_cache=keep_cache,
+            batch=batch,
+            batch_max_length=batch_max_length,
+            batch_rows=_sizes(batch_batch_sizes, "--batch-batch-sizes"),
+            batch_router=dataclasses.replace(BATCH_ROUTER, requests=batch_queue, wait_s=batch_wait_s, stall_s=stall_s),
+            launcher=launcher,
+            runtime_dir=options.runtime_dir,
+            router=RouterLimits(requests=queue, wait_s=wait_s, stall_s=stall_s),
+            supervisor=SupervisorLimits(drain_s=drain_s),
         )
+        with log_in_thread():  # the event loop must not wait for whoever reads our stderr
+            run(asked)
 
 
 def _sizes(text: str, flag: str = "--batch-sizes") -> tuple[int, ...]:
