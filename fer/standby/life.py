@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fer.errors import EngineDied, FerError
@@ -23,8 +23,6 @@ SPARE_S = 1.0
 """Seconds an engine has served when a spare is begun beside it: requests come first."""
 OBEY_S = 2.0
 """Seconds in which a spare that is told to start says that it does; then another process is started in its place."""
-LOOK_S = 3600.0
-"""Most seconds until it is looked again whether there is a launcher that forks one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +136,8 @@ class Lives:
     def _begin(self, member: Member, commands: Callable[[Path], Sequence[Command]], stand: wire.Stand | None) -> Begun:
         """Put a member's next engine on its way; without ``stand`` it is a spare."""
         path = self._folder / f"{member.name}-{member.starts + 1}.sock"
-        group = RankGroup(commands(path), self._spawn, self._limits.end, stand)
+        given = commands(path) if stand is not None else [replace(each, forked=True) for each in commands(path)]
+        group = RankGroup(given, self._spawn, self._limits.end, stand)
 
         async def start() -> str:
             weights = await asyncio.to_thread(member.version.weights)
@@ -171,7 +170,7 @@ class Lives:
         Only one that a launcher has forked, which costs next to nothing: it shares its memory with the template. One
         that dies while it waits is followed by another, ever later where they die one after the other.
         """
-        deaths = strangers = 0
+        deaths, missed = 0, ""
         while True:
             while not (wanted() and member.begun is None):
                 await asyncio.sleep(SPARE_S)
@@ -180,7 +179,10 @@ class Lives:
             try:
                 await asyncio.shield(begun.started)
             except (OSError, FerError) as error:
-                log.info("%s has no spare: %s", member.name, error)
+                why = error.why if isinstance(error, FerError) and error.why else str(error)
+                if why != missed:
+                    log.info("%s has no spare: %s", member.name, why)
+                missed = why
             forked = bool(begun.group.processes) and begun.group.first.how == "launcher"
             if member.begun is begun and forked:
                 log.info("%s: process %s waits as its spare", member.name, _pids(begun.group))
@@ -191,11 +193,10 @@ class Lives:
             self._discard(begun)
             if forked:
                 log.info("%s has a spare no more", member.name)
-                deaths, strangers = 1 if time.monotonic() - began >= STABLE_S else deaths + 1, 0
+                deaths, missed = 1 if time.monotonic() - began >= STABLE_S else deaths + 1, ""
                 await asyncio.sleep(delay_s(FREE_RESTARTS + deaths))
-            else:  # the launcher is being replaced by a fresh one, or has gone: to look takes the start of a process
-                await asyncio.sleep(min(LONGEST_DELAY_S * 2.0**strangers, LOOK_S))
-                strangers += 1
+            else:  # the launcher is being replaced by a fresh one, or has gone and may come back
+                await asyncio.sleep(LONGEST_DELAY_S)
 
     def _discard(self, begun: Begun) -> None:
         """End what was begun and is not needed. Nobody waits for that: a launcher that hangs must not hold us up."""

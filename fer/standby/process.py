@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from fer.errors import FerError, ProtocolError, from_dict
+from fer.errors import FerError, LauncherError, ProtocolError, from_dict
 from fer.memory.fd import Fd
 from fer.standby import wire
-from fer.standby.launcher_client import UNKNOWN, Child, spawn
+from fer.standby.launcher_client import UNKNOWN, Child, NotForked, fork, spawn
 from fer.weights.keeper.process import born
 
 TAIL_BYTES = 8 << 10
@@ -33,6 +34,7 @@ class Command:
     """What to start.
 
     Attributes:
+        forked: by a launcher, or not at all.
         name: what it is among those started with it, such as ``"rank 1"``; ``""`` where it is the only one.
         files: what it may leave behind, to be removed when it and all that were started with it have ended.
     """
@@ -42,6 +44,7 @@ class Command:
     folder: Path = field(default_factory=Path.cwd)
     files: tuple[Path, ...] = ()
     name: str = ""
+    forked: bool = False
 
 
 Answer = wire.Promoted | wire.Unpromoted | wire.Parked
@@ -55,16 +58,14 @@ def through(launcher: str = "auto", runtime_dir: Path | None = None) -> Spawn:
     """Start commands by a launcher where one fits, else plainly; see :func:`fer.standby.launcher_client.spawn`."""
 
     def start(command: Command, stdio: tuple[int, int, int]) -> Child:
-        return spawn(
-            command.arguments,
-            env=command.environment,
-            cwd=command.folder,
-            stdin=stdio[0],
-            stdout=stdio[1],
-            stderr=stdio[2],
-            launcher=launcher,
-            runtime_dir=runtime_dir,
-        )
+        place: dict[str, Any] = {"env": command.environment, "cwd": command.folder}
+        place |= {"launcher": launcher, "runtime_dir": runtime_dir}
+        if not command.forked:
+            return spawn(command.arguments, stdin=stdio[0], stdout=stdio[1], stderr=stdio[2], **place)
+        try:
+            return fork(command.arguments, streams=stdio, **place)
+        except NotForked as reason:
+            raise LauncherError("no launcher forks it", why=str(reason), fix="Look at `fer launcher status`") from None
 
     return start
 

@@ -312,11 +312,11 @@ class Supervisor:
             await self._before_the_next(member)
 
     def _wants_spare(self, member: Member) -> bool:
-        """Where no standby takes over, and a launcher has forked the engine: it forks another for next to nothing."""
+        """Where no standby takes over: a launcher forks another process for next to nothing, if there is one."""
         processes = member.group.processes if member.group is not None else []
-        forked = len(processes) == 1 and processes[0].how == "launcher" and processes[0].orders
+        obeys = len(processes) == 1 and processes[0].orders
         alone = self.succession.active is member and len(self.members) == 1
-        return forked and alone and not (member.trial or self.ending)
+        return obeys and alone and not (member.trial or self.ending)
 
     def _early(self, member: Member) -> wire.Stand | None:
         """How the next engine of a dying one is to begin, before that one is gone; None where it is not to.

@@ -1,145 +1,32 @@
-"""A process that waits to become the next engine, and a restart that begins at the first sign of a death."""
+"""A process that waits to become the next engine."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fer.errors import LauncherError
-from fer.standby import life, member, process, supervisor
+from fer.standby import life, member
 from fer.standby.launcher_client import Child
 from fer.standby.member import FREE_RESTARTS, Begun
-from fer.standby.outage import Outage
-from fer.standby.process import Command, Spawn, through
-from fer.standby.rankgroup import Limits
-from fer.standby.router import Router, RouterLimits
-from fer.standby.supervisor import Supervisor, SupervisorLimits
+from fer.standby.process import Command, through
 from fer.standby.version import Version
+from tests.support.spare_service import Service, forked, hurry
 from tests.unit.test_supervisor_groups import until
 from tests.unit.test_supervisor_processes import gone, play
 
 pytestmark = pytest.mark.usefixtures("soon")
-LIMITS = SupervisorLimits(end=Limits(term_s=2.0, kill_s=20.0))
-ENGINE = """
-import os, signal, socket, sys, time
-from fer.standby import wire
-fault, orders = sys.argv[2], sys.argv[1] == "orders"
-sock = socket.socket(fileno=os.dup(0))
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-def say(message):
-    sock.sendall(wire.line(message))
-def end(number, frame):
-    if os.path.exists(fault):
-        kind = open(fault).read()
-        if kind == "broken":
-            say(wire.Broken({"error": "OutOfMemory", "what": "the cache does not fit"}))
-        if kind == "closes":
-            sock.shutdown(socket.SHUT_RDWR)  # the first that a death shows
-            while os.path.exists(fault):
-                time.sleep(0.005)
-    os._exit(9)
-signal.signal(signal.SIGUSR1, end)
-lines = sock.makefile("rb")
-say(wire.Begun(time.monotonic_ns(), orders=orders))
-if orders:
-    assert isinstance(wire.order(next(lines)), wire.Stand)
-    say(wire.Told(time.monotonic_ns()))
-say(wire.Ready(time.monotonic_ns(), 10, 1, {}))
-for line in lines:
-    say(wire.Promoted(at=time.monotonic_ns()) if isinstance(wire.order(line), wire.Promote) else wire.Parked(0, True))
-"""
 
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "SPARE_S", 0.01)
-
-
-def forked(command: Command, stdio: tuple[int, int, int]) -> Child:
-    """Started as if a launcher had forked it."""
-    child = through("off")(command, stdio)
-    child.via = "launcher"
-    return child
-
-
-class Service:
-    """A supervisor of engines that answer nothing, in a folder that stands for their model's."""
-
-    def __init__(self, folder: Path, spawn: Spawn = forked, *, members: int = 1, ranks: int = 1, orders: bool = True):
-        self.model, self.fault = folder / "model", folder / "fault"
-        self.model.mkdir()
-        self.file.write_text("{}")
-        self.outages: list[Outage] = []
-        self.looks = 0
-
-        def commands(path: Path) -> Sequence[Command]:
-            code = (sys.executable, "-c", ENGINE, "orders" if orders else "none", str(self.fault))
-            return [Command(arguments=code) for _ in range(ranks)]
-
-        self.version = Version(online=commands, model=self.model)
-        router = Router(RouterLimits(), "retry", lambda target: None)
-        self.supervisor = Supervisor(
-            self.version, folder, spawn, router, members=members, limits=LIMITS, outages=self.outages.append
-        )
-        wants = self.supervisor._wants_spare
-
-        def counted(member: Any) -> bool:
-            self.looks += 1
-            return wants(member)
-
-        self.supervisor._wants_spare = counted  # type: ignore[method-assign]
-
-    @property
-    def file(self) -> Path:
-        return self.model / "config.json"
-
-    @property
-    def pid(self) -> int:
-        return int(self.supervisor.status()["pid"] or 0)
-
-    @property
-    def spare(self) -> int:
-        return int(self.supervisor.status()["members"][0]["spare"] or 0)
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.supervisor.run())
-        try:
-            await until(lambda: self.supervisor.state == "active" or task.done())
-            yield
-        finally:
-            self.supervisor.stop()
-            await task
-
-    async def waiting(self) -> int:
-        """The pid of the spare, once it waits."""
-        member = self.supervisor.members[0]
-
-        def waits() -> bool:
-            spare = member.begun.group.processes if member.begun is not None else []
-            return bool(spare) and spare[0].orders
-
-        await until(waits)
-        return self.spare
-
-    async def next(self, restarts: int = 1) -> int:
-        """The pid of the engine that serves after so many deaths."""
-        await until(lambda: self.supervisor.restarts == restarts and self.supervisor.state == "active")
-        return self.pid
-
-    async def looked(self) -> None:
-        """Wait until it was asked some times more whether a spare is wanted."""
-        enough = self.looks + 5
-        await until(lambda: self.looks >= enough)
+    hurry(monkeypatch)
 
 
 @pytest.fixture
@@ -251,23 +138,6 @@ def test_one_that_hangs_is_ended_and_another_process_started(
             os.kill(engine, signal.SIGKILL)
             await until(lambda: service.pid not in (0, engine, spare))
             assert gone(spare) and "did not begin when it was told to" in service.supervisor.last_error
-
-    play(work)
-
-
-@pytest.mark.parametrize("useful", ["answered", "for long", ""])
-def test_a_death_after_useful_work_counts_as_the_first(
-    service: Service, monkeypatch: pytest.MonkeyPatch, useful: str
-) -> None:
-    async def work() -> None:
-        async with service.running():
-            member = service.supervisor.members[0]
-            member.failures = 7
-            assert member.target is not None
-            if useful == "answered":
-                member.target.first.set()
-            monkeypatch.setattr(supervisor, "STABLE_S", 0.0 if useful == "for long" else 60.0)
-            assert (service.supervisor._early(member) is not None) == bool(useful)
 
     play(work)
 
@@ -385,6 +255,44 @@ def test_there_is_one_again_when_a_launcher_is(
     play(work)
 
 
+def test_one_waits_beside_an_engine_that_was_started_plainly(tmp_path: Path, no_fd_leak: None) -> None:
+    def spawn(command: Command, stdio: tuple[int, int, int]) -> Child:
+        child = forked(command, stdio)
+        child.via = "launcher" if command.forked else "exec"  # it came up since
+        return child
+
+    service = Service(tmp_path, spawn)
+
+    async def work() -> None:
+        async with service.running():
+            spare = await service.waiting()
+            os.kill(service.pid, signal.SIGKILL)
+            assert await service.next() == spare
+
+    play(work)
+
+
+def test_why_there_is_none_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "fer.standby")
+    tries: list[Command] = []
+
+    def spawn(command: Command, stdio: tuple[int, int, int]) -> Child:
+        if command.forked:
+            tries.append(command)
+            raise LauncherError("no launcher forks it", why=f"reason {len(tries) // 4}")
+        return forked(command, stdio)
+
+    service = Service(tmp_path, spawn)
+
+    async def work() -> None:
+        async with service.running():
+            await until(lambda: len(tries) == 7)
+
+    play(work)
+    told = [record.getMessage() for record in caplog.records if "has no spare" in record.getMessage()]
+    assert told == ["engine-0 has no spare: reason 0", "engine-0 has no spare: reason 1"]
+
+
 def test_one_that_no_launcher_forked_is_ended_again(tmp_path: Path, no_fd_leak: None) -> None:
     started: list[Child] = []
 
@@ -459,74 +367,3 @@ def test_a_restart_does_not_wait_for_a_spare_that_is_only_on_its_way(tmp_path: P
 
 
 # --- the first sign of a death ---
-
-
-def test_the_next_engine_begins_while_the_one_before_still_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_fd_leak: None
-) -> None:
-    monkeypatch.setattr(process, "CLOSED_S", 20.0)
-    service = Service(tmp_path, through("off"))
-    service.fault.write_text("closes")
-
-    async def work() -> None:
-        async with service.running():
-            member = service.supervisor.members[0]
-            os.kill(service.pid, signal.SIGUSR1)
-            await until(lambda: member.begun is not None and bool(member.begun.group.processes))
-            assert member.begun is not None
-            await member.begun.group.ready()
-            service.fault.unlink()  # now it ends
-            await service.next()
-            (outage,) = service.outages
-            assert outage.noticed < outage.spawned < outage.ready < outage.died and outage.path == "exec"
-            assert "exit status 9" in service.supervisor.last_error
-
-    play(work)
-
-
-def test_one_that_says_why_it_ends_may_need_others_to_give_way_first(tmp_path: Path) -> None:
-    service = Service(tmp_path, through("off"))
-    service.fault.write_text("broken")
-
-    async def work() -> None:
-        async with service.running():
-            os.kill(service.pid, signal.SIGUSR1)
-            await service.next()
-            (outage,) = service.outages
-            assert outage.spawned > outage.died
-            assert "the cache does not fit" in service.supervisor.last_error
-
-    play(work)
-
-
-def test_one_that_speaks_no_more_and_lives_on_is_killed(
-    service: Service, monkeypatch: pytest.MonkeyPatch, no_fd_leak: None
-) -> None:
-    monkeypatch.setattr(process, "CLOSED_S", 0.1)
-    service.fault.write_text("closes")
-
-    async def work() -> None:
-        async with service.running():
-            first, spare = service.pid, await service.waiting()
-            os.kill(first, signal.SIGUSR1)
-            assert await service.next() == spare
-            assert gone(first) and "SIGKILL" in service.supervisor.last_error
-
-    play(work)
-
-
-@pytest.mark.parametrize("what", ["ordered", "failures", "stop"])
-def test_nothing_begins_early_where_none_is_to_come_at_once(service: Service, what: str) -> None:
-    async def work() -> None:
-        async with service.running():
-            member = service.supervisor.members[0]
-            assert service.supervisor._early(member) is not None
-            if what == "ordered":
-                member.ordered = "it moves"
-            elif what == "failures":
-                member.failures = 2
-            else:
-                member.stop.set()
-            assert service.supervisor._early(member) is None
-
-    play(work)
