@@ -28,7 +28,7 @@ def prepare(program: Program) -> types.CodeType | None:
     if source.startswith(b"PK"):
         raise OSError(f"{program.target} is an archive")
     try:
-        return compile(source, program.target, "exec", dont_inherit=True)
+        return compile(source, os.path.abspath(program.target), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise OSError(f"{program.target} cannot be compiled") from error
 
@@ -55,8 +55,8 @@ def run(program: Program, code: types.CodeType | None) -> int:
         else:
             sys.argv[:] = [program.target, *program.arguments]
             sys.path.insert(0, os.path.dirname(os.path.realpath(program.target)))
-            main.__dict__.update(__file__=program.target, __cached__=None)
-            main.__loader__ = importlib.machinery.SourceFileLoader("__main__", program.target)
+            main.__dict__.update(__file__=code.co_filename, __cached__=None)
+            main.__loader__ = importlib.machinery.SourceFileLoader("__main__", code.co_filename)
             exec(code, main.__dict__)  # hook: allow code-as-data because this is the program that the user starts
     except SystemExit as stop:
         return _status(stop.code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -155,17 +156,16 @@ class Process:
             stand: what it is told at once, if it takes orders; None for a spare, which waits for :meth:`go`.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            try:
-                read, write = (Fd(number) for number in os.pipe2(os.O_CLOEXEC))
-                with write:
-                    started = time.monotonic_ns()
-                    # In a thread: a launcher is another process, and may be slow to answer.
-                    stdio = (theirs.fileno(), write.fileno(), write.fileno())
-                    child = await asyncio.to_thread(how, command, stdio)
-            except BaseException:
-                ours.close()
-                raise
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            read, write = (Fd(number) for number in os.pipe2(os.O_CLOEXEC))
+            undo.callback(read.close)  # at once: whoever keeps the error keeps all that it passed
+            with write:
+                started = time.monotonic_ns()
+                # In a thread: a launcher is another process, and may be slow to answer.
+                stdio = (theirs.fileno(), write.fileno(), write.fileno())
+                child = await asyncio.to_thread(how, command, stdio)
+            undo.pop_all()
         return cls(child, ours, Tail(read), started, stand)
 
     @property

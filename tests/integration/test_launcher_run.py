@@ -43,6 +43,19 @@ def launcher(children: Children) -> Launcher:
     return Launcher(children)
 
 
+def test_a_script_that_is_named_from_its_folder_knows_where_it_lies(
+    launcher: Launcher, children: Children, tmp_path: Path
+) -> None:
+    script(tmp_path, "import sys\nprint(__file__, sys._getframe().f_code.co_filename, sys.argv[0])\n", "here.py")
+    seen = []
+    for way in ("auto", "off"):
+        process = fer_run(children, sys.executable, "here.py", options=("--launcher", way), cwd=tmp_path)
+        code, out, err = finish(process)
+        assert code == 0 and (FORKED in err) == (way == "auto"), err
+        seen.append(out)
+    assert seen[0] == seen[1] and str(tmp_path) in seen[0]
+
+
 def test_a_forked_script_sees_what_a_plain_one_sees(launcher: Launcher, children: Children, tmp_path: Path) -> None:
     path = script(tmp_path, DESCRIBE)
     seen = []

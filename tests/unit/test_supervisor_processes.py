@@ -7,22 +7,26 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fer.errors import LauncherError
 from fer.standby import wire
 from fer.standby.launcher_client import Child
 from fer.standby.member import FREE_RESTARTS, LONGEST_DELAY_S, delay_s
 from fer.standby.process import TAIL_BYTES, Command, Process, through
 from fer.standby.rankgroup import Limits, RankGroup, explain
+from tests.support.descriptors import leaked, open_descriptors
 
 WAIT_S = 20.0
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\nwhile True: signal.pause()"
 READY = """
 import os, sys, time
+from fer.errors import LauncherError
 from fer.standby import wire
 os.write(0, wire.line(wire.Begun(time.monotonic_ns())))
 os.write(0, wire.line(wire.Ready(time.monotonic_ns(), 10, 1, {"rank": sys.argv[1]})))
@@ -155,6 +159,7 @@ def test_a_process_that_speaks_otherwise_is_ended(no_fd_leak: None) -> None:
 
 OBEDIENT = """
 import os, time
+from fer.errors import LauncherError
 from fer.standby import wire
 os.write(0, wire.line(wire.Begun(time.monotonic_ns(), orders=True)))
 with os.fdopen(os.dup(0), "rb") as orders:
@@ -205,3 +210,16 @@ def test_the_supervisor_and_what_leads_to_it_need_no_torch(tmp_path: Path) -> No
     code = "import sys, fer.standby.service, fer.standby.answers, fer.standby.worker; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_one_that_cannot_be_started_leaves_nothing_open_however_long_its_error_is_kept() -> None:
+    async def work() -> None:
+        before = open_descriptors()
+        kept = []
+        for _ in range(3):
+            with pytest.raises(LauncherError) as caught:
+                await Process.start(replace(command(SLEEPER), forked=True), through("off"))
+            kept.append(caught)
+        assert not leaked(before, open_descriptors())
+
+    play(work)
