@@ -129,7 +129,7 @@ class Worker:
             imagine()
             stand = self._wait(look)
         assert isinstance(stand, wire.Stand), "the supervisor says first how to start"
-        say(wire.Told(time.monotonic_ns()))  # by each: a spare may be told before it takes itself for one
+        say(wire.Told())  # by each: a spare may be told before it takes itself for one
 
         with guarded(self._supervised):
             model, engine = load(stand)

@@ -114,8 +114,6 @@ class Begun(_Line, frozen=True, tag="begun"):
 class Told(_Line, frozen=True, tag="told"):
     """The worker has heard how to start, and does: a spare that hangs would be waited for otherwise."""
 
-    at: int
-
 
 class Ready(_Line, frozen=True, tag="ready"):
     """The worker has recovered and listens; its first token may be that of its promotion.

@@ -94,9 +94,7 @@ class Lookup:
         """There was no memory to attach an edition with: do not choose it again, but it stays, since it is sound."""
         self._lacked.append(edition)
         self._sound.append(edition)
-        why = f"edition {edition} could not be attached: {error}"
-        self._passed_over.append(why)
-        self.reasons.append(why)
+        self._note(f"edition {edition} could not be attached: {error}")
 
     def gave_way(self) -> bool:
         """Whether a sound edition that was not attached has been evicted since, to load instead."""
@@ -111,7 +109,11 @@ class Lookup:
     def passed_over(self, edition: str, why: str, *, sound: bool = False) -> None:
         """Do not choose an edition again; where it is sound, it is another rank that could not."""
         self.unusable.append(edition)
-        self._sound += [edition] * sound
+        if sound:
+            self._sound.append(edition)
+        self._note(why)
+
+    def _note(self, why: str) -> None:
         self._passed_over.append(why)
         self.reasons.append(why)
 

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import pytest
+from unittest import mock
 
 from fer.standby import life
 from fer.standby.launcher_client import Child
@@ -46,7 +45,7 @@ lines = sock.makefile("rb")
 say(wire.Begun(time.monotonic_ns(), orders=orders))
 if orders:
     assert isinstance(wire.order(next(lines)), wire.Stand)
-    say(wire.Told(time.monotonic_ns()))
+    say(wire.Told())
 say(wire.Ready(time.monotonic_ns(), 10, 1, {}))
 for line in lines:
     say(wire.Promoted(at=time.monotonic_ns()) if isinstance(wire.order(line), wire.Promote) else wire.Parked(0, True))
@@ -101,13 +100,15 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.supervisor.run())
-        try:
-            await until(lambda: self.supervisor.state == "active" or task.done())
-            yield
-        finally:
-            self.supervisor.stop()
-            await task
+        """Inside the block it runs; spares come at once, and are looked for often."""
+        with mock.patch.multiple(life, SPARE_S=0.01, LONGEST_DELAY_S=0.05):
+            task = asyncio.create_task(self.supervisor.run())
+            try:
+                await until(lambda: self.supervisor.state == "active" or task.done())
+                yield
+            finally:
+                self.supervisor.stop()
+                await task
 
     async def waiting(self) -> int:
         """The pid of the spare, once it waits."""
@@ -129,9 +130,3 @@ class Service:
         """Wait until it was asked some times more whether a spare is wanted."""
         enough = self.looks + 5
         await until(lambda: self.looks >= enough)
-
-
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares come at once, and are looked for often."""
-    monkeypatch.setattr(life, "SPARE_S", 0.01)
-    monkeypatch.setattr(life, "LONGEST_DELAY_S", 0.05)

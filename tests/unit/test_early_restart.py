@@ -10,16 +10,9 @@ import pytest
 
 from fer.standby import process, supervisor
 from fer.standby.process import through
-from tests.support.spare_service import Service, hurry
+from tests.support.spare_service import Service
 from tests.unit.test_supervisor_groups import until
 from tests.unit.test_supervisor_processes import gone, play
-
-pytestmark = pytest.mark.usefixtures("soon")
-
-
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurry(monkeypatch)
 
 
 @pytest.fixture

@@ -56,7 +56,6 @@ def test_a_child_that_keeps_the_control_socket_hides_no_death(
         process = await engine("child")
         process.signal(signal.SIGKILL)
         await process.closing
-        assert process.closed <= time.monotonic_ns()
         await process.ended
         for pid in with_variable("TEST_FIRST_SIGN", mark):
             if pid != os.getpid():

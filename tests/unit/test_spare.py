@@ -17,16 +17,9 @@ from fer.standby.launcher_client import Child
 from fer.standby.member import FREE_RESTARTS, Begun
 from fer.standby.process import Command, through
 from fer.standby.version import Version
-from tests.support.spare_service import Service, forked, hurry
+from tests.support.spare_service import Service, forked
 from tests.unit.test_supervisor_groups import until
 from tests.unit.test_supervisor_processes import gone, play
-
-pytestmark = pytest.mark.usefixtures("soon")
-
-
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurry(monkeypatch)
 
 
 @pytest.fixture
@@ -240,7 +233,6 @@ def test_there_is_one_again_when_a_launcher_is(
             child.via = "exec"  # it has gone, or is being replaced by a fresh one
         return child
 
-    monkeypatch.setattr(life, "LONGEST_DELAY_S", 0.01)
     service = Service(tmp_path, spawn)
 
     async def work() -> None:
