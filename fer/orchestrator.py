@@ -174,11 +174,12 @@ def imagine(engine: Engine | None) -> Imagined:
     """
     weights = stages.weights_stage()
     stages.cudagraph_stage()
-    stages.before_weights()
+    before = stages.before_weights()
     if engine is not None:
         engine.import_code()
         engine.identity()
-        weights.imagine(engine)
+        for stage in (weights, *before):
+            stage.imagine(engine)
     return Imagined(weights)
 
 
@@ -196,14 +197,15 @@ def recover_for_duty(
     Args:
         imagined: the start begins now, and not with the process, and has this of it.
         parked: let it stand by: it attaches weights, restores graphs and warms up, with next to no memory for a cache.
-        at_once: it will be unparked as soon as it is there: the token that proves it then is its first.
+        at_once: it will be unparked as soon as it is there: the token that proves it then is its first, and what
+            only new prompts need waits for the first of these.
     """
     with short_turns():
-        return _recover(*_start(engine, options, overrides, parked=parked, imagined=imagined), at_once=at_once)
+        return _recover(*_start(engine, options, overrides, parked=parked, at_once=at_once, imagined=imagined))
 
 
-def _recover(start: stages.Start, weights: stages.Stage, *, at_once: bool) -> Recovered:
-    engine, report, parked = start.engine, start.report, start.parked
+def _recover(start: stages.Start, weights: stages.Stage) -> Recovered:
+    engine, report, parked, at_once = start.engine, start.report, start.parked, start.at_once
     graphs = stages.cudagraph_stage()
     before = _load_weights(start, weights, graphs)
     with report.phase("kv"):
@@ -246,6 +248,7 @@ def _start(
     overrides: dict[str, Any],
     *,
     parked: bool = False,
+    at_once: bool = False,
     imagined: Imagined | None = None,
 ) -> tuple[stages.Start, stages.Stage]:
     """One start, and its weights stage, which has begun."""
@@ -256,7 +259,7 @@ def _start(
     if options.given("log"):  # else the level is the application's own business
         logging.getLogger("fer").setLevel(options.log.upper())
     report = Report(started_ns=boottime_ns() if imagined is not None else None)
-    start = stages.Start(engine=engine, options=options, report=report, parked=parked)
+    start = stages.Start(engine=engine, options=options, report=report, parked=parked, at_once=at_once)
     # Imports belong to the phase "python", which lasts until the first phase that is named.
     weights = imagined.weights if imagined is not None else stages.weights_stage()
     weights.begin(start)

@@ -20,12 +20,14 @@ class Start:
 
     Attributes:
         parked: the engine is to stand by, without memory for its cache.
+        at_once: it serves as soon as it is there, answers that are under way first: these wait for what they need.
     """
 
     engine: Engine
     options: Options
     report: Report
     parked: bool = False
+    at_once: bool = False
 
 
 class Stage(ABC):

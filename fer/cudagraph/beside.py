@@ -23,12 +23,15 @@ WAIT_S = 2.0
 def begin(start: Start, plan: Plan) -> None:
     """In threads of their own: a slab for the cache, and what libraries make at their first use.
 
+    The latter not where answers wait that need graphs alone: what loads modules waits for each other in the driver.
     Only where graphs are restored: who records their kernels has to see every module that is loaded.
     """
     if plan.restorer is None:
         return
     if start.parked:
         parking.begin_ahead(plan)
+    if start.at_once:
+        return
     with suppress(RuntimeError):  # no thread can be had: they do it when they are used
         plan.woken = threading.Thread(target=_wake, args=(start, plan), name="fer-libraries", daemon=True)
         plan.woken.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
 
 NO_MEMORY: Final = "there is no memory to compare its outputs"
 """Begins the reason against a graph of which nothing bad is known."""
+
+
+def cheapest(plan: Plan, names: Sequence[str], count: int) -> list[str]:
+    """So many graphs of which there is least to compare."""
+    assert plan.archive is not None
+    outputs = plan.archive.facts["outputs"]
+    return sorted(names, key=lambda name: sum(math.prod(each["shape"]) for each in outputs[name].values()))[:count]
+
+
+def reach(plan: Plan, names: Sequence[str], count: int) -> int:
+    """How many of these graphs are ready, one after another, once the :func:`cheapest` of them are."""
+    return max((1 + names.index(name) for name in cheapest(plan, names, count)), default=1)
 
 
 def check(

@@ -180,7 +180,7 @@ class Restorer:
         verify: bool = True,
     ) -> None:
         self.archive, self.progress = archive, Progress()
-        self._cuda, self._ready, self._order = cuda, ready, list(order)
+        self._cuda, self._ready, self.order = cuda, ready, list(order)
         self._context, self._pool_id = context, pool_id
         self._binaries = Binaries(cuda, archive.tables, verify=verify)
         self._builder = Builder(cuda, archive.tables, self._binaries.handles, context)
@@ -227,7 +227,7 @@ class Restorer:
 
     def wait(self, timeout: float | None = None, *, count: int | None = None) -> bool:
         """True once every graph is ready or failed; with ``count``, once that many are."""
-        wanted = len(self._order) if count is None else min(count, len(self._order))
+        wanted = len(self.order) if count is None else min(count, len(self.order))
         with self._moved:
             return self._moved.wait_for(
                 lambda: self._ended or (count is not None and len(self.progress) >= wanted), timeout
@@ -280,7 +280,7 @@ class Restorer:
             ):
                 self._run(finisher)
         except Exception as error:  # not of one graph: no context, no thread
-            for name in self._order:
+            for name in self.order:
                 if name not in self.progress.ready:
                     self._failed(name, error, passing=True)
         finally:
@@ -296,9 +296,9 @@ class Restorer:
         tables = self.archive.tables
         names = {graph.name: graph for graph in tables.top()}
         self._binaries.load_ahead(
-            index for name in self._order if name in names for index in tables.functions_of(names[name])
+            index for name in self.order if name in names for index in tables.functions_of(names[name])
         )
-        for name in self._order:
+        for name in self.order:
             if self._stop.is_set():
                 self._failed(name, GraphRefused("was cancelled"), passing=True)
                 continue

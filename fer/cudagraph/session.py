@@ -68,6 +68,11 @@ class Session:
             self.used[name] = graph
             self._graphs.use(size_of(name), graph, outputs)
 
+    @property
+    def missing(self) -> bool:
+        """Whether graphs wait for :meth:`capture_missing`, and none is still being restored."""
+        return bool(self._missing) and self.wait(0)
+
     def miss(self, names: Iterable[str]) -> None:
         """These will not come: they are captured when the engine has a moment."""
         with self._lock:

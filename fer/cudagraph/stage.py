@@ -14,16 +14,14 @@ Whatever fails here, the engine serves: graphs that are not restored are capture
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from fer import __version__
-from fer.cudagraph import beside, parking, state
+from fer.cudagraph import beside, check, parking, state
 from fer.cudagraph import plan as planning
 from fer.cudagraph.capture import on
-from fer.cudagraph.check import NO_MEMORY
 from fer.cudagraph.outcome import Outcome, figures, first_reasons, left, say, seconds, usable
 from fer.cudagraph.plan import Plan
 from fer.cudagraph.restore import touched
@@ -230,10 +228,11 @@ class CudaGraphStage(Wide):
             restorer.cancel()
         # Ranks must have the same graphs, and a complete check needs all of them; else the first few are enough.
         patient = useless or start.options.verify == "full" or not _alone(start)
-        if _alone(start):
+        if _alone(start) and not start.at_once:
             beside.first_prompt(start, plan)
         with start.report.step("wait for graphs"):
-            in_time = restorer.wait(_WAIT_S, count=None if patient else FIRST)
+            few = FIRST if start.options.verify == "off" else check.reach(plan, restorer.order[:FIRST], FAST)
+            in_time = restorer.wait(_WAIT_S, count=None if patient else few)
             if in_time and not patient and not usable(plan, gone) and start.options.verify != "off":
                 patient, in_time = True, restorer.wait(_WAIT_S)  # nothing is there yet that could be checked
         if not in_time:
@@ -248,7 +247,12 @@ class CudaGraphStage(Wide):
                 seen = usable(plan, gone)
                 more, wrong_too = self._check(start, plan, graphs, [n for n in seen if n not in checked], most=True)
                 checked, failed = [*checked, *more], {**failed, **wrong_too}
-        gone |= {name: failed.pop(name) for name, why in list(failed.items()) if why.startswith(NO_MEMORY)}
+        if in_time and not patient:  # others were restored beside the check
+            with start.report.step("wait for more graphs"):
+                in_time = restorer.wait(_WAIT_S, count=FIRST)
+        if not in_time:
+            restorer.cancel()
+        gone |= {name: failed.pop(name) for name, why in list(failed.items()) if why.startswith(check.NO_MEMORY)}
         late = [] if in_time else [name for name in left(plan, but=seen) if name not in gone]
         outcome = Outcome(known, {**gone, **dict.fromkeys(late, _LATE)}, failed, patient, len(checked))
         session = Session(plan, graphs, outcome.all, alone=_alone(start))
@@ -292,12 +296,10 @@ class CudaGraphStage(Wide):
         # An eager step of one rank would wait for the others.
         chosen = [name for name in names if _alone(start) or (golden or {}).get(name)]
         if not full and not most:
-            chosen = sorted(chosen, key=lambda name: _output_bytes(plan, name))[:FAST]
+            chosen = check.cheapest(plan, chosen, FAST)
         if start.options.verify == "off" or not chosen:
             return [], {}
-        from fer.cudagraph.check import check
-
-        return chosen, check(plan, graphs, chosen, golden, deep=full)
+        return chosen, check.check(plan, graphs, chosen, golden, deep=full)
 
     def _quarantine(self, plan: Plan, failed: Mapping[str, str]) -> None:
         assert plan.state is not None and plan.archive is not None
@@ -457,12 +459,6 @@ class CudaGraphStage(Wide):
             each.close()
         self._plan.close_recorder()
         self._plan, self._why = None, why
-
-
-def _output_bytes(plan: Plan, name: str) -> int:
-    """About how much there is to compare of a graph: elements of its outputs."""
-    assert plan.archive is not None
-    return sum(math.prod(each["shape"]) for each in plan.archive.facts["outputs"][name].values())
 
 
 def _let_go(plan: Plan) -> None:

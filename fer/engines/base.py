@@ -156,9 +156,9 @@ class Engine(ABC):
         """Produce one token; its end is the end of the start."""
 
     def self_test(self) -> None:
-        """Make a token or two in every way that answers do, before an engine that stood by serves; raises if it cannot.
+        """Make a token as answers that are under way do, before an engine that stood by serves; raises if it cannot.
 
-        By default :meth:`first_token`.
+        The cache may hold those answers: what it holds is the same afterwards. By default :meth:`first_token`.
         """
         self.first_token()
 

@@ -119,10 +119,11 @@ class TransformersGraphs(DecodeGraphs):
 
     Attributes:
         slots: the cache, once it is allocated.
+        prompted: this process has taken a prompt, for which much is loaded.
         parked: make the cache of :data:`~fer.engines.cache.PARKED_LENGTH` positions only.
     """
 
-    parked = False
+    parked = prompted = False
 
     def __init__(
         self,
@@ -252,6 +253,11 @@ class TransformersGraphs(DecodeGraphs):
 
     # -- what the engine does with it
 
+    @property
+    def lacking(self) -> bool:
+        """Whether graphs could not be restored, or were taken back, and :meth:`settle` would capture them."""
+        return self.session is not None and self.session.missing
+
     def settle(self) -> None:
         """No row is at work: a moment to capture graphs that could not be restored."""
         if self.session is not None:
@@ -261,6 +267,7 @@ class TransformersGraphs(DecodeGraphs):
     def prompt(self, row: int, ids: Sequence[int]) -> int:
         """Fill a row with a prompt, eagerly; the token that follows it."""
         slots = self._slots()
+        self.prompted = True
         batch = torch.tensor([list(ids)], device=self.device)
         places = torch.arange(len(ids), device=self.device)[None]
         slots.prompt_row = row
@@ -274,6 +281,17 @@ class TransformersGraphs(DecodeGraphs):
         slots.token[row] = token
         slots.position[row] = len(ids)
         return token
+
+    def first_prompt(self, token: int) -> None:
+        """A prompt of one token, whose like then finds everything loaded; the cache holds what it held."""
+        with self.untouched(0, 1):
+            self.prompt(0, [token])
+
+    def first_step(self, token: int) -> int:
+        """The token after this one at the beginning of a row, as a step makes it; the cache holds what it held."""
+        self.resume(0, token, 0)
+        with self.untouched(0, 1):
+            return self.advance(1)[0]
 
     def resume(self, row: int, token: int, position: int) -> None:
         """Let a row whose first ``position`` positions are there decode this token next."""

@@ -36,6 +36,10 @@ class Session(Protocol):
 
     captured: bool
 
+    @property
+    def missing(self) -> bool:
+        """Whether :meth:`capture_missing` has something to do."""
+
     def verify_owners(self) -> list[str]:
         """Stop using the graphs whose memory moved; what moved, by name."""
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -277,7 +276,7 @@ class TransformersEngine(Engine):
 
     def first_prompt(self) -> None:
         if (decode := self.graphs()) is not None:
-            decode.prompt(0, [self.any_token()])
+            decode.first_prompt(self.any_token())
 
     def warm_up(self) -> None:
         """Run the decode path once, so that the first answer pays for no lazy initialisation or compilation."""
@@ -289,14 +288,13 @@ class TransformersEngine(Engine):
         list(self.stream([self.any_token()], max_new_tokens=1, stop=False))
 
     def self_test(self) -> None:
-        # With graphs the first token is a prompt's, and a graph makes the second.
         decode = self.graphs()
-        tokens = 1 if decode is None else 2
-        # The cache may hold answers of an engine before this one.
-        with decode.untouched(0, tokens) if decode is not None else contextlib.nullcontext():
-            made = list(self.stream([self.any_token()], max_new_tokens=tokens, stop=False))
+        if decode is None:
+            made = list(self.stream([self.any_token()], max_new_tokens=1, stop=False))
+        else:
+            made = [decode.first_step(self.any_token())]
         vocabulary = self.module.config.get_text_config().vocab_size
-        if len(made) != tokens or not all(0 <= token < vocabulary for token in made):
+        if len(made) != 1 or not 0 <= made[0] < vocabulary:
             raise FerBug("the engine's self-test made no token of its vocabulary", why=repr(made))
 
     # -- what users ask --------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from fer.errors import FerError
 from fer.stages import Stage, Start
 
 if TYPE_CHECKING:
+    from fer.engines.base import Engine
     from fer.kernels.session import Session
 
 log = logging.getLogger("fer")
@@ -33,6 +34,13 @@ class KernelsStage(Stage):
 
     def __init__(self) -> None:
         self._session: Session | None = None
+
+    def imagine(self, engine: Engine) -> None:
+        """Look at the GPUs, which are the same when the start comes."""
+        if engine.device.startswith("cuda"):
+            from fer.kernels import gpus
+
+            gpus.look()
 
     def run(self, start: Start) -> None:
         """Everything that has to happen before the first kernel."""

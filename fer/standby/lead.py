@@ -78,6 +78,9 @@ class LedRows:
         """Each rank's cache ends with its process."""
         return False
 
+    def rest(self) -> None:
+        """Ranks have done everything in their start."""
+
 
 class LedEngine:
     """An engine that stands by or serves with all its ranks, or with none."""

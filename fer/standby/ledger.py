@@ -69,6 +69,13 @@ class Ledger:
         """A row holds what it held before it was set aside."""
         self._filled[row] = filled
 
+    @contextmanager
+    def aside(self, row: int) -> Iterator[None]:
+        """Around what writes to a row and undoes that; killed in the middle of it, the row is empty."""
+        filled = self.set_aside(row)
+        yield
+        self.put_back(row, filled)
+
     def fill(self, row: int, ids: Sequence[int], made: int) -> None:
         """A row has taken in these tokens, and made one that its next step takes in."""
         self._filled[row] = 0

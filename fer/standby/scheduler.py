@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fer.errors import OptionError
 from fer.standby.text import TextStream
@@ -46,6 +46,9 @@ class Rows(Protocol):
         Returns:
             False where it does not hold them; the row is as before.
         """
+
+    def rest(self) -> None:
+        """No answer is under way, and none was for a while: do what the next ones would wait for."""
 
 
 class RankRows(Rows, Protocol):
@@ -83,6 +86,9 @@ class OneRow:
     def resume(self, row: int, ids: Sequence[int]) -> bool:
         """Its cache ends with the process."""
         return False
+
+    def rest(self) -> None:
+        """Its start has done everything."""
 
 
 class SlotRows:
@@ -135,6 +141,18 @@ class SlotRows:
         self._decode.resume(row, ids[-1], len(ids) - 1)
         self.ledger.fill(row, ids[:-1], ids[-1])
         return True
+
+    def rest(self) -> None:
+        # A start at once takes no prompt: what that loads, answers that are under way would wait for.
+        if not self._decode.prompted:
+            with self.ledger.aside(0) if self.ledger is not None else contextlib.nullcontext():
+                self._decode.first_prompt(0)
+        if self._decode.lacking:  # to capture takes steps of as many rows, which write to them
+            if self.ledger is not None:
+                for row in self.ledger.held():
+                    self.ledger.empty(row)
+            self.kept.clear()
+            self._decode.settle()
 
 
 def rows_of(engine: TransformersEngine) -> RankRows:
@@ -201,6 +219,9 @@ class Job:
         return [*piece, Ended(reason)]
 
 
+REST_S: Final = 1.0
+"""Seconds without an answer after which rows do what there was no time for."""
+
 Deliver = Callable[[list[tuple[Job, list[Event]]]], None]
 """Takes the events of one step. Called from the engine's thread."""
 
@@ -221,7 +242,7 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []  # by row
         self._change = threading.Condition()
-        self._stopped = False
+        self._stopped = self._rested = False
 
     def submit(self, job: Job) -> None:
         """Queue a job. From any thread."""
@@ -244,7 +265,9 @@ class Scheduler:
         """Decode until stopped; may be run again. Jobs that are left then are forgotten."""
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._stopped or self._waiting or self._running)
+                limit_s = None if self._rested else REST_S
+                idle = not self._change.wait_for(lambda: self._stopped or self._waiting or self._running, limit_s)
+                self._rested = idle
                 if self._stopped:
                     self._stopped = False
                     self._waiting.clear()
@@ -252,6 +275,8 @@ class Scheduler:
                     return
                 # One prompt a step: running answers go on while others come in.
                 job = self._waiting.popleft() if self._waiting and len(self._running) < self._rows.count else None
+            if idle:
+                self._rows.rest()
             if job is not None and not job.cancelled:
                 self._begin(job)
             self._drop(lambda job: job.cancelled)

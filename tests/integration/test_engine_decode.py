@@ -139,6 +139,8 @@ def test_an_idle_engine_has_its_missing_graphs_captured(folder: Path) -> None:
     assert decode is not None
 
     class Watching:
+        captured, missing = False, True
+
         def capture_missing(self) -> None:
             asked.append("idle")
 
@@ -152,6 +154,29 @@ def test_an_idle_engine_has_its_missing_graphs_captured(folder: Path) -> None:
     made.generate(PROMPTS[0], 3)
     made.generate_many(PROMPTS, 3)
     assert asked == ["idle", "idle"]
+
+
+@pytest.mark.parametrize("by", ["self_test", "first_prompt", "first_step"])
+def test_a_first_token_leaves_the_cache_as_it_was(folder: Path, by: str) -> None:
+    made = engine(folder, batch_sizes=(1, 4))
+    decode = made.graphs()
+    assert decode is not None and not decode.prompted
+    made.allocate_kv()
+    assert decode.slots is not None
+    for memory in decode.slots.memory:
+        with torch.inference_mode():
+            memory.copy_(torch.rand(memory.shape))
+    before = [memory.clone() for memory in decode.slots.memory]
+    made.self_test() if by == "self_test" else getattr(decode, by)(7)
+    assert decode.prompted == (by == "first_prompt")
+    for memory, held in zip(decode.slots.memory, before, strict=True):
+        assert torch.equal(memory, held)
+
+
+def test_a_step_at_the_beginning_makes_what_a_prompt_does(folder: Path) -> None:
+    decode = engine(folder, batch_sizes=(1, 4)).graphs()
+    assert decode is not None
+    assert [decode.first_step(token) for token in (0, 7, 90)] == [decode.prompt(2, [token]) for token in (0, 7, 90)]
 
 
 def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:

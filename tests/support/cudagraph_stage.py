@@ -52,6 +52,7 @@ class FakeRestorer:
     def __init__(self, failed: dict[str, str] | None = None) -> None:
         self.progress = Progress(ready={name: 0.1 for name in NAMES if name not in (failed or {})}, failed=failed or {})
         self.cancelled, self.ended = False, True
+        self.order = NAMES
         self.calls: list[Callable[[], None]] = []
 
     def cancel(self) -> None:

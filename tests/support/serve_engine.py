@@ -67,6 +67,8 @@ class ArithmeticRows:
     def resume(self, row: int, ids: Sequence[int]) -> bool:
         return False
 
+    def rest(self) -> None: ...
+
     def move(self, source: int, target: int) -> None:
         self._ids[target] = self._ids[source]
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from fer.standby import scheduler
 from fer.standby.scheduler import Job, Scheduler
 from fer.standby.text import TextStream
 from fer.standby.wire import Differed, Ended, Event, Failed, Piece
+from tests.support.keeper import wait_until
 from tests.support.serve_engine import following
 
 END = 122
@@ -37,6 +39,9 @@ class Rows:
 
     def resume(self, row: int, ids: Sequence[int]) -> bool:
         return False
+
+    def rest(self) -> None:
+        self.order.append("rest")
 
     def move(self, source: int, target: int) -> None:
         assert target < source
@@ -154,3 +159,25 @@ def test_a_cancelled_answer_frees_its_row_and_others_go_on() -> None:
     assert played.of(short) == answer("short", 30) and played.of(waiting) == answer("waiting", 10)
     assert len(played.events[long]) == 5 and not played.events[cancelled]
     assert rows.order == ["long", "short", "waiting"]
+
+
+def test_rows_rest_once_when_nothing_was_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "REST_S", 0.02)
+    rows, ended = Rows(1), threading.Semaphore(0)
+
+    def deliver(events: list[tuple[Job, list[Event]]]) -> None:
+        for _ in (made for _, all_made in events for made in all_made if isinstance(made, Ended)):
+            ended.release()
+
+    made = Scheduler(rows, frozenset(), deliver)
+    thread = threading.Thread(target=made.run, daemon=True)
+    thread.start()
+    for number in (1, 2):
+        wait_until(lambda number=number: rows.order.count("rest") == number, "rows that rest")  # type: ignore[misc]
+        made.submit(job("other", 10_000))
+        assert ended.acquire(timeout=20)
+    wait_until(lambda: rows.order.count("rest") == 3, "rows that rest")
+    threading.Event().wait(0.2)
+    made.stop()
+    thread.join(20)
+    assert rows.order == ["rest", "other", "rest", "other", "rest"], "once each time, and beside no answer"

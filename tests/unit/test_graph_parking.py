@@ -127,6 +127,16 @@ def test_but_not_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None
     done.set()
 
 
+def test_where_answers_wait_no_prompt_is_taken_first(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(bench.start.engine, "wake_libraries", lambda: asked.append("libraries"))
+    monkeypatch.setattr(bench.start.engine, "first_prompt", lambda: asked.append("prompt"))
+    bench.start = dataclasses.replace(bench.start, at_once=True)
+    bench.restoring()
+    bench.plan.archive.facts["kv"] = {"slab": 1}  # type: ignore[union-attr]
+    assert bench.run().path == "restored" and not asked
+
+
 def test_captured_graphs_over_a_slab_are_not_saved(bench: Bench) -> None:
     row = bench.run()
     assert (row.path, row.details["saved"]) == ("loaded", False) and "stands by" in row.why

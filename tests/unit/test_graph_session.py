@@ -149,6 +149,27 @@ def test_a_wrong_graph_makes_the_others_suspect(bench: Bench, monkeypatch: pytes
     assert bench.graphs.used == {4: "native 4", 8: "native 8"}
 
 
+@pytest.mark.parametrize(("shapes", "waited"), [([4, 8], [1, 2]), ([8, 4], [2, 2])])
+def test_the_cheapest_of_the_first_are_checked_while_others_are_restored(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, shapes: list[int], waited: list[int]
+) -> None:
+    monkeypatch.setattr(stage, "FAST", 1)
+    restorer = bench.restoring()
+    outputs = bench.plan.archive.facts["outputs"]  # type: ignore[union-attr]
+    for name, rows in zip(NAMES, shapes, strict=True):
+        outputs[name]["y"]["shape"] = [rows, 4]
+    counts: list[int | None] = []
+
+    def wait(timeout: float | None = None, *, count: int | None = None) -> bool:
+        counts.append(count)
+        return True
+
+    restorer.wait = wait  # type: ignore[method-assign]
+    monkeypatch.setattr(stage, "FIRST", 2)
+    assert bench.run().details["checked"] == 1
+    assert counts[:2] == waited
+
+
 def test_some_graph_is_always_checked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "FIRST", 1)
     restorer = bench.restoring(failed={"decode/4": "read-back differs"})

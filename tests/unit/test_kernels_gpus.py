@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from fer.kernels import compat, gpus
+from fer.kernels.stage import KernelsStage
+from tests.support.cudagraph_engine import ToyEngine
 
 NOT_SUPPORTED = 3
 
@@ -109,3 +113,39 @@ def test_the_structure_is_as_in_nvml_h() -> None:
 def test_it_is_told_and_refuses_nothing() -> None:
     facts = compat.soft_facts(looked(((9, 0), 16896, None)))
     assert facts == {"gpu": ["GPU 1"], "multiprocessors": [132], "driver": "580.82.07"}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Processes in which NVML was asked; it answers from the second time on."""
+    found: list[int] = []
+
+    def ask() -> gpus.Seen | None:
+        found.append(os.getpid())
+        return gpus.Seen(archs=(90,)) if len(found) > 1 else None
+
+    monkeypatch.setattr(gpus, "_seen", None)
+    monkeypatch.setattr(gpus, "_ask", ask)
+    yield found
+
+
+def test_a_process_looks_once_and_its_children_look_again(asked: list[int]) -> None:
+    assert gpus.look() is None, "there may be a driver later"
+    seen = gpus.look()
+    assert seen is not None and gpus.look() is seen and len(asked) == 2
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.write(write, bytes([gpus.look() is not None, len(asked) == 3]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 2) == b"\1\1"
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize(("device", "times"), [("cuda:0", 1), ("cpu", 0)])
+def test_a_spare_looks_ahead_for_an_engine_on_a_gpu(asked: list[int], device: str, times: int) -> None:
+    engine = ToyEngine()
+    engine.device = device
+    KernelsStage().imagine(engine)
+    assert len(asked) == times

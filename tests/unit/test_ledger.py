@@ -29,12 +29,14 @@ class Cache:
         self.fate = fate
         self.memory = [[-1] * LENGTH for _ in range(ROWS)]
         self.token, self.position = [0] * ROWS, [0] * ROWS
+        self.prompted = self.lacking = False
 
     def _moment(self) -> None:
         if self.fate.random() < 0.02:
             raise Killed
 
     def prompt(self, row: int, ids: list[int]) -> int:
+        self.prompted = True
         for place, token in enumerate(ids):
             self._moment()
             self.memory[row][place] = token
@@ -50,6 +52,18 @@ class Cache:
         for row in range(active):
             self.token[row], self.position[row] = self.fate.randrange(100), self.position[row] + 1
         return self.token[:active]
+
+    def first_prompt(self, token: int) -> None:
+        held = self.memory[0][0]
+        self.prompt(0, [token])
+        self._moment()
+        self.memory[0][0] = held
+
+    def settle(self) -> None:
+        """Graphs are captured: each size takes steps."""
+        self.position[:] = self.fate.choices(range(LENGTH), k=ROWS)
+        self.advance(self.fate.randint(1, ROWS))
+        self.lacking = False
 
     def resume(self, row: int, token: int, position: int) -> None:
         self.token[row], self.position[row] = token, position
@@ -78,7 +92,10 @@ def life(cache: Cache, ledger: Ledger, texts: list[list[int]], kept: set[int]) -
     del texts[:]
     try:
         for _ in range(60):
-            if len(running) < ROWS and (waiting or fate.random() < 0.5):
+            cache.lacking |= fate.random() < 0.1
+            if not running and fate.random() < 0.5:
+                rows.rest()
+            elif len(running) < ROWS and (waiting or fate.random() < 0.5):
                 row = len(running)
                 if waiting and rows.resume(row, waiting[0]):
                     assert cache.memory[row][: len(waiting[0]) - 1] == waiting[0][:-1], "the cache does not hold it"
@@ -117,6 +134,7 @@ def test_whoever_comes_after_finds_what_is_there(seed: int) -> None:
         again = Ledger(ledger.fd, ROWS, LENGTH)
         resumed += life(cache, again, texts, set(again.held()))
         cache.token, cache.position = [0] * ROWS, [0] * ROWS  # these end with the process
+        cache.prompted = False
     assert resumed or seed
 
 
@@ -167,3 +185,18 @@ def test_what_is_no_ledger_of_this_cache_is_refused() -> None:
         os.pwrite(fd.fileno(), b"another", 0)
         with pytest.raises(MappingError):
             Ledger(fd, 2, 8)
+
+
+def test_rows_at_rest_do_what_the_start_left_out() -> None:
+    cache, ledger = Cache(random.Random(1)), Ledger.create(ROWS, LENGTH)
+    cache.fate.random = lambda: 0.5  # type: ignore[method-assign]
+    rows = SlotRows(cache)  # type: ignore[arg-type]
+    rows.ledger = ledger
+    rows.begin(0, [1, 2, 3], 5)
+    assert cache.prompted
+    held, rows.kept, cache.prompted = [*cache.memory[0]], {0}, False
+    rows.rest()
+    assert cache.prompted and cache.memory[0] == held and ledger.held() == [0] and rows.kept == {0}
+    cache.lacking = True
+    rows.rest()
+    assert not cache.lacking and ledger.held() == [] and rows.kept == set(), "steps ran over what rows held"
