@@ -154,6 +154,7 @@ class Recovered:
             self._graphs.resume(self._start)
             self._unproven = False
         self._start.engine.self_test()
+        self._graphs.served(self._start)
         self.intact = self.intact and not self._graphs.overwrote(self._start)
 
 
@@ -172,13 +173,12 @@ def imagine(engine: Engine | None) -> Imagined:
     Args:
         engine: None where it cannot be made yet: then there is little to do.
     """
-    weights = stages.weights_stage()
-    stages.cudagraph_stage()
+    weights, graphs = stages.weights_stage(), stages.cudagraph_stage()
     before = stages.before_weights()
     if engine is not None:
         engine.import_code()
         engine.identity()
-        for stage in (weights, *before):
+        for stage in (weights, graphs, *before):
             stage.imagine(engine)
     return Imagined(weights)
 

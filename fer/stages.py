@@ -101,6 +101,9 @@ class Wide(Stage):
         start.engine.unpark(*([kept] if kept is not None else []))
         return kept is not None
 
+    def served(self, start: Start) -> None:
+        """The engine serves: what waited for that, so as to be in nobody's way, goes on."""
+
     def overwrote(self, start: Start) -> bool:
         """Whether the stage itself had steps run over the cache since :meth:`unpark`."""
         return False

@@ -33,23 +33,26 @@ class Binaries:
         troubles: why a binary or function could not be used, by function index.
     """
 
-    def __init__(self, cuda: Cuda, tables: Tables, *, verify: bool = True) -> None:
-        self._cuda, self._tables, self._verify = cuda, tables, verify
+    def __init__(self, cuda: Cuda, tables: Tables) -> None:
+        self._cuda, self._tables = cuda, tables
         self.handles: list[int] = [0] * len(tables.functions)
         self.troubles: dict[int, FerError] = {}
         self._libraries: dict[int, int] = {}
         self._keep: list[Any] = []
         self._ahead: dict[int, Future[int]] = {}
 
-    def load_ahead(self, functions: Iterable[int]) -> None:
-        """Begin to check and load binaries in threads of their own, those of these functions first.
+    def load_ahead(self, order: Iterable[str]) -> None:
+        """Begin to check and load the binaries of these graphs in threads of their own, those of the first ones first.
 
-        Neither hashing nor the driver's loading needs Python's lock, and they are a third of a restore's work.
+        Neither hashing nor the driver's loading needs Python's lock or a context, and they are a third of a restore's
+        work. What was begun before is not begun again.
         """
+        tables, names = self._tables, {graph.name: graph for graph in self._tables.top()}
+        functions = (index for name in order if name in names for index in tables.functions_of(names[name]))
+        images = dict.fromkeys(tables.functions[index].image for index in functions)
         pool = ThreadPoolExecutor(2, thread_name_prefix="fer-binaries")
-        for index in functions:
-            image = self._tables.functions[index].image
-            if image >= 0 and image not in self._ahead:
+        for image in images:
+            if image >= 0 and image not in self._ahead and image not in self._libraries:
                 self._ahead[image] = pool.submit(self._load_image, image)
         pool.shutdown(wait=False)
 
@@ -132,8 +135,7 @@ class Binaries:
         image = self._tables.images[index]
         if image.trouble:
             raise GraphRefused("its binary may not be used", why=image.trouble)
-        if self._verify:
-            check_image(image)
+        check_image(image)
         place = _address(image.data, self._keep)
         options = (ctypes.c_int * 1)(_PRESERVED)
         values = (ctypes.c_void_p * 1)(1)

@@ -14,12 +14,13 @@ from threading import Thread
 from typing import TYPE_CHECKING, Final
 
 from fer import __version__, fingerprint
+from fer.cudagraph import ahead, sections, state, store
 from fer.cudagraph import archive as archives
-from fer.cudagraph import sections, state, store
 from fer.cudagraph.archive import Archive
 from fer.cudagraph.audit import Owner
 from fer.cudagraph.cupti import Recorder
 from fer.cudagraph.libcuda import Cuda, open_cuda
+from fer.cudagraph.load import Binaries
 from fer.cudagraph.restore import Outlet, Restorer, place
 from fer.environment import driver_environment, package_version, probe
 from fer.errors import FerError, GraphRefused, MappingError
@@ -68,12 +69,20 @@ class Choice:
     unproven: bool = False
     checkpoint: str = ""
 
+    @property
+    def order(self) -> list[str]:
+        """The archive's graphs, but for those that are known to be of no use."""
+        assert self.archive is not None and self.state is not None
+        lost = {*self.state.quarantined, *self.archive.facts.get("refused", {})}
+        return [name for name in self.archive.facts["order"] if name not in lost]
+
 
 @dataclass(kw_only=True)
 class Plan(Choice):
     """What a start does about its graphs.
 
     Attributes:
+        binaries: of the archive, which are loaded from when it is chosen.
         ready: graphs restored so far.
         slab: done when a slab stands for the cache, where that was begun ahead of the weights.
         woken: makes libraries ready, where that was begun.
@@ -83,10 +92,28 @@ class Plan(Choice):
     cuda: Cuda
     ranges: Ranges
     recorder: Recorder | None = None
+    binaries: Binaries | None = None
     restorer: Restorer | None = None
     ready: Outlet = field(default_factory=Outlet)
     slab: Future[None] | None = None
     woken: Thread | None = None
+
+    def unload(self) -> None:
+        """Unload binaries that no restore has taken over."""
+        if self.binaries is not None and self.restorer is None:
+            self.binaries.close()
+        self.binaries = None
+
+    def let_go(self) -> None:
+        """Nothing that was restored is in use: give its memory back, unless the restore still works on it."""
+        if self.restorer is not None and self.restorer.abandon():
+            self.ranges.scratch.close()
+            self.ranges.pool.close()
+
+    def trim(self) -> None:
+        """Give back what warm-ups and captures were given and did not use."""
+        self.ranges.scratch.trim()
+        self.ranges.pool.trim()
 
     def close_recorder(self) -> None:
         """Give CUPTI back."""
@@ -112,10 +139,25 @@ def make(start: Start, graphs: DecodeGraphs) -> Plan:
         raise MappingError("another engine in this process has its graphs at these addresses")
     # All of this while the device's context is being made beside.
     choice = _look(start, graphs, DeviceFacts(ordinal))
-    device = CudaDevice(ordinal)
-    ranges = memory.reserve(device)
+    # Not beside other ranks, which may decide that all record: who records has to see every module that is loaded.
+    binaries = _load_ahead(choice) if start.engine.alone() and choice.archive is not None else None
+    try:
+        device = CudaDevice(ordinal)
+        ranges = memory.reserve(device)
+    except BaseException:
+        if binaries is not None:
+            binaries.close()
+        raise
     _taken.add((os.getpid(), ordinal))
-    return Plan(device=device, cuda=open_cuda(), ranges=ranges, **vars(choice))
+    return Plan(device=device, cuda=open_cuda(), ranges=ranges, binaries=binaries, **vars(choice))
+
+
+def _load_ahead(choice: Choice) -> Binaries:
+    """What a restore needs that waits for no context."""
+    assert choice.archive is not None
+    binaries = Binaries(open_cuda(restoring=True), choice.archive.tables)
+    binaries.load_ahead(choice.order)
+    return binaries
 
 
 def _look(start: Start, graphs: DecodeGraphs, device: DeviceFacts) -> Choice:
@@ -246,13 +288,17 @@ def _choose(plan: Choice) -> None:
         if not plan.graphs.pin(facts["fingerprint"]["group"]["graphs"]["kv"]):
             plan.why = "the engine cannot take the archive's key/value cache"
             return
-        plan.archive, plan.state = archives.read(plan.path), known
+        plan.archive, plan.state = ahead.take(plan.path, digest), known
     except (FerError, KeyError, TypeError, ValueError) as error:
         plan.why = f"the archive cannot be read: {error}"
 
 
-def begin(plan: Plan) -> None:
-    """Restore in the background, or record."""
+def begin(plan: Plan, *, rest_after: int | None = None) -> None:
+    """Restore in the background, or record.
+
+    Args:
+        rest_after: see :class:`~fer.cudagraph.restore.Restorer`.
+    """
     if plan.archive is not None and plan.state is not None:
         plan.cuda = open_cuda(restoring=True)
         try:
@@ -262,16 +308,17 @@ def begin(plan: Plan) -> None:
         except FerError as error:
             plan.archive, plan.why = None, str(error)
             plan.unsaved = "memory for the recorded pool could not be had"
+            plan.unload()
             return
-        lost = {*plan.state.quarantined, *plan.archive.facts.get("refused", {})}
-        order = [name for name in plan.archive.facts["order"] if name not in lost]
         plan.restorer = Restorer(
             plan.archive,
             plan.cuda,
             plan.ready.put,
-            order=order,
+            order=plan.order,
             context=plan.device.context,
             keep=[plan.ranges],
+            binaries=plan.binaries,
+            rest_after=rest_after,
         )
         plan.restorer.start()
     elif not plan.unsaved:

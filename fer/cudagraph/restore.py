@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fer.cudagraph")
 
+REST_S = 1.0
 _LONG_S = 120.0
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
@@ -164,7 +165,9 @@ class Restorer:
         ready: called with name and graph as each becomes usable, from a thread of the restorer's.
         order: names, most important first.
         context: the ``CUcontext`` to work in.
-        verify: check every binary's digest before it is loaded.
+        binaries: the archive's, where some are being loaded already.
+        rest_after: after so many graphs begin no other one until :meth:`go_on`, or until somebody waits for more of
+            them, but for :data:`REST_S` at most. A start that these are enough for has the processor to itself.
     """
 
     def __init__(
@@ -177,12 +180,13 @@ class Restorer:
         context: int,
         pool_id: Any = None,
         keep: Sequence[Any] = (),
-        verify: bool = True,
+        binaries: Binaries | None = None,
+        rest_after: int | None = None,
     ) -> None:
         self.archive, self.progress = archive, Progress()
         self._cuda, self._ready, self.order = cuda, ready, list(order)
         self._context, self._pool_id = context, pool_id
-        self._binaries = Binaries(cuda, archive.tables, verify=verify)
+        self._binaries = binaries if binaries is not None else Binaries(cuda, archive.tables)
         self._builder = Builder(cuda, archive.tables, self._binaries.handles, context)
         self._keep = [archive, self._binaries, *keep]
         self._made: list[Graph] = []
@@ -190,6 +194,7 @@ class Restorer:
         self._moved = threading.Condition()
         self._building, self._finishing = threading.Lock(), threading.Lock()
         self._holds = 0  # who wants stillness, or has it
+        self._rest_after, self._awake = rest_after, rest_after is None
         self._ended = False
         self._stream = 0
         self._after: list[Callable[[], None]] = []
@@ -208,6 +213,17 @@ class Restorer:
     def cancel(self) -> None:
         """Stop after the graph at hand."""
         self._stop.set()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Rest no more."""
+        with self._moved:
+            self._awake = True
+            self._moved.notify_all()
+
+    def _rest(self) -> None:
+        with self._moved:
+            self._moved.wait_for(lambda: self._awake, REST_S)
 
     def abandon(self) -> bool:
         """Stop, and unload what was restored; nothing of it may be in use.
@@ -228,6 +244,8 @@ class Restorer:
     def wait(self, timeout: float | None = None, *, count: int | None = None) -> bool:
         """True once every graph is ready or failed; with ``count``, once that many are."""
         wanted = len(self.order) if count is None else min(count, len(self.order))
+        if timeout != 0 and self._rest_after is not None and (count is None or wanted > self._rest_after):
+            self.go_on()
         with self._moved:
             return self._moved.wait_for(
                 lambda: self._ended or (count is not None and len(self.progress) >= wanted), timeout
@@ -293,12 +311,10 @@ class Restorer:
                 _quietly(call)
 
     def _run(self, finisher: ThreadPoolExecutor) -> None:
-        tables = self.archive.tables
-        names = {graph.name: graph for graph in tables.top()}
-        self._binaries.load_ahead(
-            index for name in self.order if name in names for index in tables.functions_of(names[name])
-        )
-        for name in self.order:
+        self._binaries.load_ahead(self.order)
+        for number, name in enumerate(self.order):
+            if number == self._rest_after:
+                self._rest()
             if self._stop.is_set():
                 self._failed(name, GraphRefused("was cancelled"), passing=True)
                 continue

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from fer import __version__
-from fer.cudagraph import beside, check, parking, state
+from fer.cudagraph import ahead, beside, check, parking, state
 from fer.cudagraph import plan as planning
 from fer.cudagraph.capture import on
 from fer.cudagraph.outcome import Outcome, figures, first_reasons, left, say, seconds, usable
@@ -29,11 +29,13 @@ from fer.cudagraph.save import name_of
 from fer.cudagraph.session import Session, moved, owners_of
 from fer.errors import DriverError, FerError, MappingError, OutOfMemory
 from fer.memory.patience import patiently
+from fer.options import Options
 from fer.paths import ensure_private
 from fer.stages import Start, Wide
 
 if TYPE_CHECKING:
     from fer.cudagraph.capture import Baseline, Captured
+    from fer.engines.base import Engine
     from fer.engines.graphs import DecodeGraphs
     from fer.memory.kept import KeptMemory
 
@@ -60,6 +62,12 @@ class CudaGraphStage(Wide):
         self._why = ""
         self._placed = False
 
+    def imagine(self, engine: Engine) -> None:
+        """Read the archives that the start may restore from."""
+        if engine.device.startswith("cuda"):
+            with suppress(FerError):
+                ahead.read(engine, Options.load().home)
+
     def prepare(self, start: Start) -> None:
         """Reserve, and begin to restore or to record."""
         if not start.options.cudagraph or start.options.mode == "off" or not start.engine.device.startswith("cuda"):
@@ -83,7 +91,7 @@ class CudaGraphStage(Wide):
                 plan.archive, plan.why = None, "another rank of this launch has no archive that fits"
             if plan is not None:
                 try:
-                    planning.begin(plan)
+                    planning.begin(plan, rest_after=FIRST if start.at_once else None)
                     beside.begin(start, plan)
                 except Exception as error:  # as above; what an archive says may be anything, too
                     log.exception("the graphs' stage failed before the weights")
@@ -160,6 +168,11 @@ class CudaGraphStage(Wide):
         self._allocate()
         return intact
 
+    def served(self, start: Start) -> None:
+        """Let the restore go on, if it rests."""
+        if self._plan is not None and self._plan.restorer is not None:
+            self._plan.restorer.go_on()
+
     def overwrote(self, start: Start) -> bool:
         """Whether graphs that could not be restored were captured, whose steps write to rows of the cache."""
         return bool(self._graphs and self._graphs.session and self._graphs.session.captured)
@@ -205,7 +218,7 @@ class CudaGraphStage(Wide):
             for size in graphs.batch_sizes:
                 graphs.use(size, None, None)
             graphs.session = None
-            _let_go(plan)
+            plan.let_go()
             start.engine.agree(False)
             self._capture_alone(start, str(error) if isinstance(error, FerError) else _bug(error))
             return
@@ -266,7 +279,7 @@ class CudaGraphStage(Wide):
         if outcome.news:
             self._quarantine(plan, outcome.news)
         if not session.used:
-            _let_go(plan)
+            plan.let_go()
         # Steps may hold collectives, so ranks capture together what one of them lacks.
         everywhere = start.engine.agree(not outcome.all) or _alone(start)
         sizes = [size for size in graphs.batch_sizes if name_of(size) in outcome.all or not everywhere]
@@ -275,7 +288,7 @@ class CudaGraphStage(Wide):
             session.replaced([*captured.graphs, *captured.troubles])
             outcome.troubles = captured.troubles
         if not session.used:
-            _let_go(plan)
+            plan.let_go()
         say(start, plan, session, outcome, captured=len(captured.graphs) if captured else 0)
 
     def _follow(self, start: Start, plan: Plan, session: Session, outcome: Outcome) -> None:
@@ -358,10 +371,10 @@ class CudaGraphStage(Wide):
             if mapped and not _alone(start):
                 raise  # ranks that took a step apart cannot take another one
             plan.close_recorder()
-            _trim(plan)  # two thirds of what was free are wanted elsewhere; what torch has of it stays
+            plan.trim()  # two thirds of what was free are wanted elsewhere; what torch has of it stays
             self._capture_alone(start, f"{plan.why}; not saved: {_first_line(error)}")
             return
-        _trim(plan)
+        plan.trim()
         # Those that did not fit into the range may fit elsewhere; steps of one rank alone would wait for the others.
         if captured.troubles and _alone(start):
             self._capture(start, graphs, list(captured.troubles), None, keep=False)
@@ -455,22 +468,11 @@ class CudaGraphStage(Wide):
         assert self._plan is not None
         if self._plan.restorer is not None:
             self._plan.restorer.abandon()
+        self._plan.unload()
         for each in self._plan.ranges.all:
             each.close()
         self._plan.close_recorder()
         self._plan, self._why = None, why
-
-
-def _let_go(plan: Plan) -> None:
-    """Nothing that was restored is in use: give its memory back, unless the restore still works on it."""
-    if plan.restorer is not None and plan.restorer.abandon():
-        plan.ranges.scratch.close()
-        plan.ranges.pool.close()
-
-
-def _trim(plan: Plan) -> None:
-    plan.ranges.scratch.trim()
-    plan.ranges.pool.trim()
 
 
 def _bug(error: Exception) -> str:

@@ -21,6 +21,7 @@ from fer.errors import MappingError
 from fer.memory.kept import KeptMemory
 
 _ROUND = 2 << 20
+_RESTORED_S = 2.0
 _SWAPPED = 16 << 20
 """Bytes of a row that are exchanged at once: the cache may have all other memory of the device."""
 
@@ -338,6 +339,13 @@ class TransformersGraphs(DecodeGraphs):
                     each[:, row, :, :positions].copy_(before)
                 self._settled()
 
+    def _await_graph(self, active: int) -> None:
+        """Where so many rows have no graph yet: an eager step beside the restore takes longer than the rest of that."""
+        with self._lock:
+            ready = max(self._graphs, default=0)
+        if active > ready and self.session is not None:
+            self.session.wait(_RESTORED_S)
+
     def step_size(self, active: int) -> int:
         """Rows that a step of the first ``active`` ones computes: those of the smallest graph that takes them.
 
@@ -358,7 +366,9 @@ class TransformersGraphs(DecodeGraphs):
                 Ranks have to take the same, also where one of them lacks a graph.
         """
         slots = self._slots()
-        width = self.step_size(active) if width is None else width
+        if width is None:
+            self._await_graph(active)
+            width = self.step_size(active)
         with self._lock:
             chosen = self._graphs.get(width)
         # Padding rows write to the last position: what an answer left in such a row may be wanted again.

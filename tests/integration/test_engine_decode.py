@@ -179,6 +179,33 @@ def test_a_step_at_the_beginning_makes_what_a_prompt_does(folder: Path) -> None:
     assert [decode.first_step(token) for token in (0, 7, 90)] == [decode.prompt(2, [token]) for token in (0, 7, 90)]
 
 
+def test_more_rows_than_any_graph_takes_wait_for_what_is_being_restored(folder: Path) -> None:
+    decode = engine(folder, batch_sizes=(1, 4)).graphs()
+    assert decode is not None
+    asked: list[float | None] = []
+
+    class Replayed:
+        def replay(self) -> None:
+            asked.append(None)
+
+    class Restoring:
+        captured = missing = False
+
+        def wait(self, timeout: float | None = None) -> bool:
+            asked.append(timeout)
+            outputs = {"token": torch.tensor([5, 6, 7, 8])}
+            decode.use(4, Replayed(), outputs)  # type: ignore[arg-type]
+            return True
+
+    for row in range(3):
+        decode.prompt(row, [row])
+    decode.use(1, Replayed(), {"token": torch.tensor([9])})  # type: ignore[arg-type]
+    decode.session = Restoring()  # type: ignore[assignment]
+    assert decode.advance(1) == [9] and asked == [None]
+    assert decode.advance(3) == [5, 6, 7] and asked == [None, 2.0, None]
+    assert decode.advance(3) == [5, 6, 7] and asked == [None, 2.0, None, None]
+
+
 def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(OptionError, match="batch_sizes"):
         TransformersEngine(folder, batch_sizes=(1, 1))

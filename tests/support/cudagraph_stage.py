@@ -62,6 +62,8 @@ class FakeRestorer:
         self.cancelled = True
         return self.ended
 
+    def go_on(self) -> None: ...
+
     @contextmanager
     def still(self) -> Iterator[None]:
         yield
@@ -92,7 +94,7 @@ class Bench:
             why="no archive was saved yet",
         )
         monkeypatch.setattr(planning, "make", lambda start, graphs: self.plan)
-        monkeypatch.setattr(planning, "begin", lambda plan: None)
+        monkeypatch.setattr(planning, "begin", lambda plan, rest_after: None)
         monkeypatch.setattr("fer.cudagraph.capture.capture", self.capture)
         monkeypatch.setattr("fer.cudagraph.capture.baseline", lambda graphs: Baseline(4, 0.2, 0.1))
         monkeypatch.setattr(

@@ -334,6 +334,54 @@ def test_who_wants_stillness_has_it_after_the_graph_at_hand(tmp_path: Path, monk
     assert built == names and set(restorer.progress.ready) == {"decode/4"}
 
 
+class Counted:
+    """A restore of many graphs that rests after two: which of them were begun."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, rest_s: float = 60.0) -> None:
+        monkeypatch.setattr("fer.cudagraph.restore.REST_S", rest_s)
+        fake, self.begun = FakeDriver(), list[str]()
+        self.names = [*(f"decode/{100 + number}" for number in range(5)), "decode/4"]
+        self.restorer = Restorer(
+            prepared(fake, tmp_path), fake.cuda, lambda *_: None, order=self.names, context=1, rest_after=2
+        )
+        build = self.restorer._build
+
+        def counted(name: str) -> int:
+            self.begun.append(name)
+            return build(name)
+
+        monkeypatch.setattr(self.restorer, "_build", counted)
+        self.restorer.start()
+        assert self.restorer.wait(60, count=2)
+        assert not self.restorer.wait(0), "who only asks has nobody hurry"
+
+
+@pytest.mark.parametrize("by", ["go_on", "wait", "wait for more", "still", "cancel"])
+def test_a_restore_that_rests_goes_on_when_it_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    counted = Counted(tmp_path, monkeypatch)
+    restorer = counted.restorer
+    with restorer.still():
+        threading.Event().wait(0.05)
+        assert counted.begun == counted.names[:2]
+    if by == "still":
+        threading.Event().wait(0.05)
+        assert counted.begun == counted.names[:2], "it was not stillness that it waited for"
+    if by == "wait for more":
+        assert restorer.wait(60, count=3)
+    elif by in ("go_on", "cancel"):
+        getattr(restorer, by)()
+    assert restorer.wait(60)
+    assert counted.begun == (counted.names if by != "cancel" else counted.names[:2])
+
+
+def test_and_in_the_end_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(tmp_path, monkeypatch, rest_s=0.05)
+    wait_until(lambda: counted.restorer.wait(0), "an end of the restore")
+    assert counted.begun == counted.names
+
+
 def test_a_graph_that_is_not_there_fails_alone(tmp_path: Path) -> None:
     fake, graphs = FakeDriver(), {}
     restorer = Restorer(

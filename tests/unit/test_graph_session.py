@@ -219,7 +219,7 @@ def test_memory_stays_as_long_as_a_restored_graph_is_used_or_one_is_being_made(
     assert bench.plan.ranges.pool.mapped == 64
     assert not restorer.cancelled
     restorer.ended = False
-    stage._let_go(bench.plan)
+    bench.plan.let_go()
     assert bench.plan.ranges.pool.mapped == 64
 
 

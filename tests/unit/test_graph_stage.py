@@ -84,7 +84,7 @@ def test_another_layout_of_the_weights_drops_every_graph(bench: Bench) -> None:
 
 
 def test_an_archive_of_unsound_facts_costs_the_restore_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(plan: Plan) -> None:
+    def begin(plan: Plan, *, rest_after: int | None) -> None:
         raise KeyError("ranges")
 
     monkeypatch.setattr(planning, "begin", begin)

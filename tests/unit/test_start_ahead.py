@@ -12,7 +12,9 @@ import pytest
 from torch import nn
 
 from fer import orchestrator, stages
+from fer.cudagraph import ahead as archives_ahead
 from fer.errors import DriverError, UnsupportedQuantization
+from fer.kernels import gpus
 from fer.kernels.session import Session
 from fer.kernels.stage import KernelsStage
 from fer.memory import open as opening
@@ -42,7 +44,8 @@ class Engine:
 
     def identity(self) -> Any:
         self.asked.append("identity")
-        return SimpleNamespace(quantization=self._quantization, quantization_config={})
+        quantization = {"quantization": self._quantization, "quantization_config": {}}
+        return SimpleNamespace(engine="e", model="m", **quantization)
 
     def build(self) -> nn.Module:
         if self._fault:
@@ -141,10 +144,15 @@ def test_what_was_imagined_is_bound_once(opened: list[tuple[str, ...]], monkeypa
     assert workshop._skeleton() is engine.built[1], "one that was bound in vain is bound no further"
 
 
-def test_a_process_that_waits_imagines_what_needs_no_device(opened: list[tuple[str, ...]]) -> None:
+def test_a_process_that_waits_imagines_what_needs_no_device(
+    opened: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine: Any = Engine()
+    monkeypatch.setattr(archives_ahead, "read", lambda of, home: engine.asked.append(f"archives in {home.name}"))
+    monkeypatch.setattr(gpus, "look", lambda: engine.asked.append("GPUs"))
     stage = imagine(engine).weights
-    assert engine.asked == ["code", "identity"] and isinstance(stage, WeightsStage) and opened == []
+    assert engine.asked == ["code", "identity", "archives in fer-home", "GPUs"]
+    assert isinstance(stage, WeightsStage) and opened == []
     assert stage._skeleton is engine.built[0]
     unknown = imagine(None).weights
     assert isinstance(unknown, WeightsStage) and unknown._skeleton is None
