@@ -7,10 +7,10 @@ anything of it is in use.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import byref, c_size_t, c_uint64
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from fer.cudagraph.libcuda import Cuda, address
 from fer.cudagraph.records import FIXED, MAX_DYNAMIC_SHARED, SETTABLE, UNREADABLE, Tables
 from fer.cudagraph.walk import describe
 from fer.errors import ArchiveError, FerError, GraphRefused
+
+T = TypeVar("T")
 
 _PRESERVED: Final = 1
 """CU_LIBRARY_BINARY_IS_PRESERVED: the image stays where it is, so the driver makes no copy."""
@@ -40,20 +42,29 @@ class Binaries:
         self._libraries: dict[int, int] = {}
         self._keep: list[Any] = []
         self._ahead: dict[int, Future[int]] = {}
+        self._checked: dict[int, Future[None]] = {}
+
+    def check_ahead(self, order: Iterable[str]) -> None:
+        """Begin to check the binaries of these graphs in threads of their own, those of the first ones first.
+
+        It needs no context. To load them needs none either, and waits for one that is being made.
+        """
+        self._begin(self._checked, order, lambda image: check_image(self._tables.images[image]))
 
     def load_ahead(self, order: Iterable[str]) -> None:
-        """Begin to check and load the binaries of these graphs in threads of their own, those of the first ones first.
+        """Begin to load them likewise, and to check what was not.
 
-        Neither hashing nor the driver's loading needs Python's lock or a context, and they are a third of a restore's
-        work. What was begun before is not begun again.
+        Neither hashing nor the driver's loading needs Python's lock, and they are a third of a restore's work.
         """
+        self._begin(self._ahead, order, self._load_image)
+
+    def _begin(self, begun: dict[int, Future[T]], order: Iterable[str], work: Callable[[int], T]) -> None:
         tables, names = self._tables, {graph.name: graph for graph in self._tables.top()}
         functions = (index for name in order if name in names for index in tables.functions_of(names[name]))
-        images = dict.fromkeys(tables.functions[index].image for index in functions)
         pool = ThreadPoolExecutor(2, thread_name_prefix="fer-binaries")
-        for image in images:
-            if image >= 0 and image not in self._ahead and image not in self._libraries:
-                self._ahead[image] = pool.submit(self._load_image, image)
+        for image in dict.fromkeys(tables.functions[index].image for index in functions):
+            if image >= 0:
+                begun[image] = pool.submit(work, image)
         pool.shutdown(wait=False)
 
     def need(self, functions: Iterable[int]) -> None:
@@ -135,7 +146,11 @@ class Binaries:
         image = self._tables.images[index]
         if image.trouble:
             raise GraphRefused("its binary may not be used", why=image.trouble)
-        check_image(image)
+        checked = self._checked.get(index)
+        if checked is None:
+            check_image(image)
+        else:
+            checked.result()
         place = _address(image.data, self._keep)
         options = (ctypes.c_int * 1)(_PRESERVED)
         values = (ctypes.c_void_p * 1)(1)

@@ -82,7 +82,7 @@ class Plan(Choice):
     """What a start does about its graphs.
 
     Attributes:
-        binaries: of the archive, which are loaded from when it is chosen.
+        binaries: of the archive, where they are being checked ahead of the restore.
         ready: graphs restored so far.
         slab: done when a slab stands for the cache, where that was begun ahead of the weights.
         woken: makes libraries ready, where that was begun.
@@ -97,12 +97,6 @@ class Plan(Choice):
     ready: Outlet = field(default_factory=Outlet)
     slab: Future[None] | None = None
     woken: Thread | None = None
-
-    def unload(self) -> None:
-        """Unload binaries that no restore has taken over."""
-        if self.binaries is not None and self.restorer is None:
-            self.binaries.close()
-        self.binaries = None
 
     def let_go(self) -> None:
         """Nothing that was restored is in use: give its memory back, unless the restore still works on it."""
@@ -139,24 +133,18 @@ def make(start: Start, graphs: DecodeGraphs) -> Plan:
         raise MappingError("another engine in this process has its graphs at these addresses")
     # All of this while the device's context is being made beside.
     choice = _look(start, graphs, DeviceFacts(ordinal))
-    # Not beside other ranks, which may decide that all record: who records has to see every module that is loaded.
-    binaries = _load_ahead(choice) if start.engine.alone() and choice.archive is not None else None
-    try:
-        device = CudaDevice(ordinal)
-        ranges = memory.reserve(device)
-    except BaseException:
-        if binaries is not None:
-            binaries.close()
-        raise
+    binaries = _check_ahead(choice) if choice.archive is not None else None
+    device = CudaDevice(ordinal)
+    ranges = memory.reserve(device)
     _taken.add((os.getpid(), ordinal))
     return Plan(device=device, cuda=open_cuda(), ranges=ranges, binaries=binaries, **vars(choice))
 
 
-def _load_ahead(choice: Choice) -> Binaries:
+def _check_ahead(choice: Choice) -> Binaries:
     """What a restore needs that waits for no context."""
     assert choice.archive is not None
     binaries = Binaries(open_cuda(restoring=True), choice.archive.tables)
-    binaries.load_ahead(choice.order)
+    binaries.check_ahead(choice.order)
     return binaries
 
 
@@ -308,7 +296,6 @@ def begin(plan: Plan, *, rest_after: int | None = None) -> None:
         except FerError as error:
             plan.archive, plan.why = None, str(error)
             plan.unsaved = "memory for the recorded pool could not be had"
-            plan.unload()
             return
         plan.restorer = Restorer(
             plan.archive,

@@ -89,9 +89,13 @@ class Session:
                 self._barred.add(name)
                 self.used.pop(name, None)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """True once every graph is ready or failed."""
-        return self._plan.restorer is None or self._plan.restorer.wait(timeout)
+    def wait(self, timeout: float | None = None, *, size: int | None = None) -> bool:
+        """True once every graph is ready or failed; with ``size``, once that for so many rows is."""
+        restorer = self._plan.restorer
+        if restorer is None:
+            return True
+        name = name_of(size) if size is not None else ""
+        return restorer.wait(timeout, count=1 + restorer.order.index(name) if name in restorer.order else None)
 
     def verify_owners(self) -> list[str]:
         """After sleep, wake or a change of weights: stop using the graphs whose memory moved; what moved, by name.

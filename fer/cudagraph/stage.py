@@ -48,7 +48,9 @@ FAST: Final = 2
 """Graphs that a fast check replays: those of fewest outputs, which cost least to compare."""
 
 FIRST: Final = 4
-"""Graphs, those of most traffic, that a start waits for; the engine serves while the others follow."""
+"""Graphs, those of most traffic, that a start waits for; the engine serves while the others follow.
+
+One that has answers to go on with waits for those that are checked: whoever needs another one waits for that."""
 
 
 class CudaGraphStage(Wide):
@@ -91,7 +93,7 @@ class CudaGraphStage(Wide):
                 plan.archive, plan.why = None, "another rank of this launch has no archive that fits"
             if plan is not None:
                 try:
-                    planning.begin(plan, rest_after=FIRST if start.at_once else None)
+                    planning.begin(plan, rest_after=FAST if start.at_once else None)
                     beside.begin(start, plan)
                 except Exception as error:  # as above; what an archive says may be anything, too
                     log.exception("the graphs' stage failed before the weights")
@@ -244,7 +246,8 @@ class CudaGraphStage(Wide):
         if _alone(start) and not start.at_once:
             beside.first_prompt(start, plan)
         with start.report.step("wait for graphs"):
-            few = FIRST if start.options.verify == "off" else check.reach(plan, restorer.order[:FIRST], FAST)
+            first = restorer.order[: FAST if start.at_once else FIRST]
+            few = len(first) if start.options.verify == "off" else check.reach(plan, first, FAST)
             in_time = restorer.wait(_WAIT_S, count=None if patient else few)
             if in_time and not patient and not usable(plan, gone) and start.options.verify != "off":
                 patient, in_time = True, restorer.wait(_WAIT_S)  # nothing is there yet that could be checked
@@ -262,7 +265,7 @@ class CudaGraphStage(Wide):
                 checked, failed = [*checked, *more], {**failed, **wrong_too}
         if in_time and not patient:  # others were restored beside the check
             with start.report.step("wait for more graphs"):
-                in_time = restorer.wait(_WAIT_S, count=FIRST)
+                in_time = restorer.wait(_WAIT_S, count=len(first))
         if not in_time:
             restorer.cancel()
         gone |= {name: failed.pop(name) for name, why in list(failed.items()) if why.startswith(check.NO_MEMORY)}
@@ -468,7 +471,6 @@ class CudaGraphStage(Wide):
         assert self._plan is not None
         if self._plan.restorer is not None:
             self._plan.restorer.abandon()
-        self._plan.unload()
         for each in self._plan.ranges.all:
             each.close()
         self._plan.close_recorder()

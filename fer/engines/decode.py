@@ -344,7 +344,8 @@ class TransformersGraphs(DecodeGraphs):
         with self._lock:
             ready = max(self._graphs, default=0)
         if active > ready and self.session is not None:
-            self.session.wait(_RESTORED_S)
+            enough = (size for size in self.batch_sizes if size >= active)
+            self.session.wait(_RESTORED_S, size=min(enough, default=None))
 
     def step_size(self, active: int) -> int:
         """Rows that a step of the first ``active`` ones computes: those of the smallest graph that takes them.

@@ -46,8 +46,8 @@ class Session(Protocol):
     def capture_missing(self) -> None:
         """Capture what could not be restored or was taken back; to be called by the engine while no row is at work."""
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """True once every graph is ready or failed; they are usable one by one before that."""
+    def wait(self, timeout: float | None = None, *, size: int | None = None) -> bool:
+        """True once every graph is ready or failed; with ``size``, once that for so many rows is."""
 
 
 class DecodeGraphs(ABC):

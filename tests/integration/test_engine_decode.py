@@ -147,7 +147,7 @@ def test_an_idle_engine_has_its_missing_graphs_captured(folder: Path) -> None:
         def verify_owners(self) -> list[str]:
             return []
 
-        def wait(self, timeout: float | None = None) -> bool:
+        def wait(self, timeout: float | None = None, *, size: int | None = None) -> bool:
             return True
 
     decode.session = Watching()
@@ -182,7 +182,7 @@ def test_a_step_at_the_beginning_makes_what_a_prompt_does(folder: Path) -> None:
 def test_more_rows_than_any_graph_takes_wait_for_what_is_being_restored(folder: Path) -> None:
     decode = engine(folder, batch_sizes=(1, 4)).graphs()
     assert decode is not None
-    asked: list[float | None] = []
+    asked: list[int | None] = []
 
     class Replayed:
         def replay(self) -> None:
@@ -191,8 +191,8 @@ def test_more_rows_than_any_graph_takes_wait_for_what_is_being_restored(folder: 
     class Restoring:
         captured = missing = False
 
-        def wait(self, timeout: float | None = None) -> bool:
-            asked.append(timeout)
+        def wait(self, timeout: float | None = None, *, size: int | None = None) -> bool:
+            asked.append(size)
             outputs = {"token": torch.tensor([5, 6, 7, 8])}
             decode.use(4, Replayed(), outputs)  # type: ignore[arg-type]
             return True
@@ -202,8 +202,8 @@ def test_more_rows_than_any_graph_takes_wait_for_what_is_being_restored(folder: 
     decode.use(1, Replayed(), {"token": torch.tensor([9])})  # type: ignore[arg-type]
     decode.session = Restoring()  # type: ignore[assignment]
     assert decode.advance(1) == [9] and asked == [None]
-    assert decode.advance(3) == [5, 6, 7] and asked == [None, 2.0, None]
-    assert decode.advance(3) == [5, 6, 7] and asked == [None, 2.0, None, None]
+    assert decode.advance(3) == [5, 6, 7] and asked == [None, 4, None]
+    assert decode.advance(3) == [5, 6, 7] and asked == [None, 4, None, None]
 
 
 def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:

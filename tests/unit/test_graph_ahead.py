@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from fer.cudagraph import ahead, store
+from fer.cudagraph import ahead, load, store
 from fer.cudagraph import archive as archives
 from fer.cudagraph import plan as planning
-from fer.cudagraph.load import Binaries
-from fer.cudagraph.plan import Plan
+from fer.cudagraph.records import Image
 from fer.cudagraph.restore import Restorer
 from fer.errors import ArchiveError
 from tests.support.cudagraph_driver import FakeDriver
 from tests.support.cudagraph_stage import Bench
+from tests.support.keeper import wait_until
 from tests.unit.test_graph_roundtrip import prepared
 
 RECORDED = Path(__file__).parent.parent / "data" / "h200.fergraph"
@@ -90,35 +90,32 @@ def test_what_was_read_is_taken_if_it_is_still_the_same(tmp_path: Path) -> None:
         ahead.take(path, "another")
 
 
-def test_binaries_are_loaded_without_a_context(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeDriver()
-    archive = prepared(fake, tmp_path)
-    archive.facts |= {"order": ["decode/9", "decode/4"], "refused": {"decode/9": "no"}}
-    monkeypatch.setattr(planning, "open_cuda", lambda *, restoring: fake.cuda)
-    bench.restoring(quarantined={})
-    bench.plan.archive = archive
-    bench.plan.binaries = binaries = planning._load_ahead(bench.plan)
-    assert [image.result() for image in binaries._ahead.values()] == list(fake.libraries) != []
-    restorer = Restorer(
-        archive, fake.cuda, lambda *_: None, order=bench.plan.order, context=1, binaries=bench.plan.binaries
-    )
-    loaded = dict(fake.libraries)
-    restorer.run()
-    assert set(restorer.progress.ready) == {"decode/4"} and fake.libraries == loaded, "once"
-    bench.plan.unload()
-    assert fake.libraries == loaded and bench.plan.binaries is None, "the restore has them"
-    restorer.abandon()
-    assert not fake.libraries
-
-
-def test_binaries_that_nobody_restores_from_are_unloaded(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("damaged", [False, True])
+def test_binaries_are_checked_once_and_without_a_context(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
     fake = FakeDriver()
     archive = prepared(fake, tmp_path)
-    made: Plan = bench.plan
-    made.binaries = Binaries(fake.cuda, archive.tables)
-    made.binaries.load_ahead(["decode/4"])
-    made.unload()
-    made.unload()
-    assert not fake.libraries and made.binaries is None
+    archive.facts |= {"order": ["decode/9", "decode/4"], "refused": {"decode/9": "no"}}
+    if damaged:
+        images = archive.tables.images
+        images[:] = [Image(bytes(image.data) + b"!", image.digest) for image in images]
+    asked: list[Image] = []
+
+    def check(image: Image) -> None:
+        asked.append(image)
+        archives.check_image(image)
+
+    monkeypatch.setattr(load, "check_image", check)
+    monkeypatch.setattr(planning, "open_cuda", lambda *, restoring: fake.cuda)
+    bench.restoring(quarantined={})
+    bench.plan.archive = archive
+    binaries = planning._check_ahead(bench.plan)
+    wait_until(lambda: len(asked) == len(archive.tables.images), "the check of all binaries")
+    assert not fake.libraries
+    restorer = Restorer(archive, fake.cuda, lambda *_: None, order=bench.plan.order, context=1, binaries=binaries)
+    restorer.run()
+    assert len(asked) == len(archive.tables.images), "once"
+    assert set(restorer.progress.failed if damaged else restorer.progress.ready) == {"decode/4"}
+    restorer.abandon()
+    assert not fake.libraries

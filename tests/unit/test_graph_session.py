@@ -170,6 +170,30 @@ def test_the_cheapest_of_the_first_are_checked_while_others_are_restored(
     assert counts[:2] == waited
 
 
+def test_a_start_at_once_waits_for_what_is_checked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("FAST", 1), ("FIRST", 2)):
+        monkeypatch.setattr(stage, name, number)
+    bench.start = replace(bench.start, at_once=True)
+    restorer = bench.restoring()
+    counts: list[int | None] = []
+
+    def wait(timeout: float | None = None, *, count: int | None = None) -> bool:
+        counts.append(count)
+        return bool(timeout)
+
+    restorer.wait = wait  # type: ignore[method-assign]
+    assert bench.run().details["checked"] == 1
+    assert counts == [1, 1, None]
+    session, woken = bench.graphs.session, list[str]()
+    assert session is not None
+    restorer.go_on = lambda: woken.append("go on")  # type: ignore[method-assign]
+    bench.stage.served(bench.start)
+    assert woken == ["go on"]
+    for size, count in ((4, 1), (8, 2), (5, None), (None, None)):
+        session.wait(1.0, size=size)
+        assert counts[-1] == count
+
+
 def test_some_graph_is_always_checked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "FIRST", 1)
     restorer = bench.restoring(failed={"decode/4": "read-back differs"})
