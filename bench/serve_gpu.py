@@ -2,8 +2,8 @@
 
 Each run kills the engine in the middle of a streamed answer and compares the whole text with the undisturbed one. Rows:
 a parked standby that is promoted, a restart by the launcher, both with the cache that outlives the engine and with a
-new one, a restart by a new interpreter, and the plain start (``FER_MODE=off``); then planned switches, and many deaths
-one after another, after which nothing may be left behind.
+new one, a restart by a new interpreter, and the plain start (``FER_MODE=off``); then planned switches, many deaths
+one after another, after which nothing may be left behind, and deaths under many answers at once.
 
 python -m bench.serve_gpu [FOLDER]   # makes the model in FOLDER (16 GB), saves and proves its graphs, then measures
 
@@ -18,6 +18,7 @@ import itertools
 import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,8 +46,19 @@ NAMES: dict[str, tuple[str, list[str]]] = {
 }
 """Of each row the way of ``bench.serve_cpu``, and arguments of its own."""
 FAST = ("standby", "launcher")
-ORDER = ["standby", "launcher", "plain", "switch", "cycles", "interpreter", *(name for name in NAMES if "new" in name)]
+ORDER = [
+    "standby",
+    "launcher",
+    "plain",
+    "switch",
+    "cycles",
+    "busy",
+    "interpreter",
+    *(name for name in NAMES if "new" in name),
+]
 PROVEN_S = 180.0
+CROWD = 12
+"""Answers at once: more than the graphs take that a start restores first."""
 
 
 def length_for(gib: float) -> int:
@@ -150,6 +162,18 @@ class Bench:
         with self._service("standby") as served:
             cycles(self.results, served, count, lambda: self._held(served), self._deadline)
 
+    def busy(self, runs: int) -> None:
+        """Deaths under many answers; raises where one of them ends early."""
+        for kind in ("launcher", "standby"):
+            found: list[float] = []
+            if self._late(f"{kind}, {CROWD} answers"):
+                return
+            with self._service(kind) as served:
+                while len(found) < runs and time.monotonic() < self._deadline:
+                    found.append(crowd(served, engines=1 + (kind == "standby")))
+            name = f"{kind}, {CROWD} answers under way: SIGKILL to the last client's next token (ms)"
+            self.results.add(name, spread(found))
+
     def _held(self, served: Service) -> dict[str, int]:
         return {**kept(served, self.directory), "device memory, steps of 64 MiB": memory_used() // 64}
 
@@ -209,6 +233,38 @@ def switched(served: Service, others: int) -> tuple[float, str]:
     return max(after - before for before, after in itertools.pairwise(times)), text
 
 
+def crowd(served: Service, engines: int) -> float:
+    """One death under many answers: seconds until every client has its next token.
+
+    Answers that share steps may round otherwise than one alone, so only their length is compared.
+
+    Raises:
+        RuntimeError: an answer ended early.
+    """
+    served.quiet(engines)
+    pid = served.spared()["pid"]
+    moments: list[list[float]] = [[] for _ in range(CROWD)]
+
+    def listen(times: list[float]) -> None:
+        for at, _ in served.pieces():
+            times.append(at)
+
+    clients = [threading.Thread(target=listen, args=(times,)) for times in moments]
+    for client in clients:
+        client.start()
+    until = time.monotonic() + LIMIT_S
+    while min(map(len, moments)) < WARM and time.monotonic() < until:
+        time.sleep(0.001)
+    killed = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    for client in clients:
+        client.join(LIMIT_S)
+    lengths = sorted(map(len, moments))
+    if lengths[0] != lengths[-1]:
+        raise RuntimeError(f"answers ended early: {lengths} pieces")
+    return max(next(at for at in times if at > killed) for times in moments) - killed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", nargs="?", type=Path, default=Path("/tmp/fer-serve-model"))
@@ -241,6 +297,7 @@ def main() -> None:
             for name in NAMES
         }
         steps |= {"switch": lambda: bench.switches(5), "cycles": lambda: bench.cycles(arguments.cycles)}
+        steps["busy"] = lambda: bench.busy(arguments.slow_runs)
         bench.prime()
         for name in arguments.steps:
             try:

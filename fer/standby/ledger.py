@@ -114,16 +114,18 @@ class Ledger:
         self._filled[other], self._filled[one] = held
 
     def find(self, ids: Sequence[int], rows: Iterable[int]) -> int | None:
-        """Of these rows one that holds all of these tokens but the last; None if none does."""
+        """Of these rows the one that holds all of these tokens but the last, and least beyond; None if none does.
+
+        Answers to the same prompt are the same text: a longer one finds no row where a shorter one has taken it.
+        """
         count = len(ids) - 1
         if not 0 < count < self.length:
             return None
         wanted = np.asarray(ids[:count], "<i4")
-        for row in rows:
-            # A full row may have lost its last position to padding.
-            if count <= self._filled[row] < self.length and np.array_equal(self._ids[row, :count], wanted):
-                return row
-        return None
+        # A full row may have lost its last position to padding.
+        long = (row for row in rows if count <= self._filled[row] < self.length)
+        fitting = (row for row in long if np.array_equal(self._ids[row, :count], wanted))
+        return min(fitting, key=lambda row: int(self._filled[row]), default=None)
 
     def held(self) -> list[int]:
         """Rows that hold anything."""

@@ -1,7 +1,7 @@
 """Who decodes next: the engine's thread, with as many answers at once as the engine has rows.
 
 Requests wait in the order in which they came. A free row takes the next one, its prompt is read between two steps, and
-every step gives each running answer one token.
+every step gives each running answer one token. Answers that the cache holds are all taken up before the next step.
 """
 
 from __future__ import annotations
@@ -273,30 +273,39 @@ class Scheduler:
                     self._waiting.clear()
                     self._running.clear()
                     return
-                # One prompt a step: running answers go on while others come in.
-                job = self._waiting.popleft() if self._waiting and len(self._running) < self._rows.count else None
             if idle:
                 self._rows.rest()
-            if job is not None and not job.cancelled:
-                self._begin(job)
+            # One prompt a step: running answers go on while others come in. What the cache holds needs no prompt.
+            while (job := self._next()) is not None and not self._begin(job):
+                pass
             self._drop(lambda job: job.cancelled)
             if self._running:
                 self._step()
 
-    def _begin(self, job: Job) -> None:
+    def _next(self) -> Job | None:
+        """The next job for a free row, which nobody has cancelled."""
+        with self._change:
+            while self._waiting and len(self._running) < self._rows.count:
+                if not (job := self._waiting.popleft()).cancelled:
+                    return job
+        return None
+
+    def _begin(self, job: Job) -> bool:
+        """Give a job the next row; whether a prompt was read for that."""
         row = len(self._running)
         self._running.append(job)
         held = job.held()
         if held and self._rows.resume(row, held):
             job.resumed()
-            return
+            return False
         try:
             token = self._rows.begin(row, job.prompt, job.limit - job.made)
         except OptionError as error:
             self._running.pop()
             self._deliver([(job, [Failed(400, str(error))])])
-            return
+            return True
         self._hand_out([token], row)
+        return True
 
     def _step(self) -> None:
         self._hand_out(self._rows.advance(len(self._running)), 0)

@@ -181,3 +181,22 @@ def test_rows_rest_once_when_nothing_was_asked_for_a_while(monkeypatch: pytest.M
     made.stop()
     thread.join(20)
     assert rows.order == ["rest", "other", "rest", "other", "rest"], "once each time, and beside no answer"
+
+
+def test_all_that_the_cache_holds_is_taken_up_before_a_step() -> None:
+    class Held(Rows):
+        def resume(self, row: int, ids: Sequence[int]) -> bool:
+            self.order.append(f"resumed {row}")
+            self.ids[row] = list(ids)
+            return True
+
+        def advance(self, active: int) -> list[int]:
+            self.order.append(f"step of {active}")
+            return super().advance(active)
+
+    whole, _ = answer("once", 12)
+    resumed = [job("once", 12, known=whole[:10]) for _ in range(3)]
+    rows = Held(4)
+    played = Played(rows, [*resumed, job("new", 3), job("newer", 3)])
+    assert rows.order[:6] == ["resumed 0", "resumed 1", "resumed 2", "new", "step of 4", "step of 4"]
+    assert all(played.of(each)[0] == whole[10:] for each in resumed)

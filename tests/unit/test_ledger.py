@@ -149,6 +149,21 @@ def test_most_answers_are_found_again() -> None:
     assert found > 30
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_to_one_prompt_find_a_row_each(seed: int) -> None:
+    ledger, fate = Ledger.create(ROWS, LENGTH), random.Random(seed)
+    text = list(range(LENGTH))
+    lengths = fate.sample(range(4, LENGTH), ROWS)
+    for row, length in enumerate(lengths):
+        ledger.fill(row, text[:length], text[length])
+    free, waiting = set(range(ROWS)), fate.sample(lengths, ROWS)
+    for length in waiting:
+        # What the client knows may be a token behind.
+        found = ledger.find(text[: length + 1 - fate.randint(0, 1)], sorted(free))
+        assert found is not None
+        free.remove(found)
+
+
 def test_a_full_row_may_have_lost_its_last_position() -> None:
     ledger = Ledger.create(1, 4)
     ledger.fill(0, [1, 2, 3], 4)
