@@ -28,20 +28,30 @@ def read(engine: Engine, home: Path | None) -> None:
     wanted = (identity.engine, os.path.abspath(identity.model) if os.path.exists(identity.model) else identity.model)
     with suppress(FerError, OSError):
         check_private(store.folder(home))
-        for path in sorted(store.find(home), key=lambda path: path.stat().st_mtime, reverse=True):
+        for path in sorted(store.find(home), key=_age):
             with suppress(FerError, KeyError, TypeError, ValueError):
-                facts, digest = archives.facts_of(path)
-                group = facts["fingerprint"]["group"]
+                group = archives.facts_of(path)[0]["fingerprint"]["group"]
                 if (group["engine"]["name"], group["model"]) == wanted and len(_read) < MOST:
-                    _read[digest] = archives.read(path)
+                    archive = archives.read(path)
+                    _read[archive.digest] = archive
 
 
 def take(path: Path, digest: str) -> Archive:
-    """The archive at ``path``, whose directory has this digest: read ahead, or now. The others are let go of.
+    """The archive at ``path``, whose directory has this digest: read ahead, or now.
 
     Raises:
         ArchiveError: as :func:`fer.cudagraph.archive.read`.
     """
-    found = _read.get(digest)
+    return _read.get(digest) or archives.read(path)
+
+
+def forget() -> None:
+    """Let go of what was read: the start has what it wants of that."""
     _read.clear()
-    return found if found is not None else archives.read(path)
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime
+    except OSError:  # it is being replaced
+        return 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ class Graph:
     Attributes:
         name: as in the archive.
         keep: strong references to binaries, ranges and tensors the graph points into.
+        device: CUDA's number of its GPU; None where that is torch's current one.
     """
 
     name: str
@@ -26,12 +28,14 @@ class Graph:
     pool_id: Any = None
     keep: list[Any] = field(default_factory=list, repr=False)
     stream: Callable[[], int] | None = None
+    device: int | None = None
 
     def replay(self) -> None:
-        """Launch on torch's current stream. Raises DriverError, FerBug after :meth:`reset`."""
+        """Launch on torch's current stream of its GPU. Raises DriverError, FerBug after :meth:`reset`."""
         if not self.executable:
             raise FerBug(f"graph {self.name} was reset")
-        code = self.cuda.launch(self.executable, self._stream())
+        with self._on_device():
+            code = self.cuda.launch(self.executable, self._stream())
         if code:
             self.cuda.check("launch", code)
 
@@ -44,6 +48,13 @@ class Graph:
     def pool(self) -> Any:
         """Names the pool its outputs lie in. Not one that torch knows: captures into it would write over graphs."""
         return self.pool_id
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """The default stream is a number that means another one on each GPU."""
+        if self.device is None or self.stream is not None:
+            return nullcontext()
+        torch = sys.modules["torch"]
+        return nullcontext() if torch.cuda.current_device() == self.device else torch.cuda.device(self.device)
 
     def _stream(self) -> int:
         if self.stream is not None:

@@ -120,3 +120,13 @@ def figures(captured: Captured, base: Baseline | None) -> dict[str, Any]:
         "gc": "frozen",
         "troubles": first_troubles(captured.troubles),
     }
+
+
+def bug(error: Exception) -> str:
+    """A reason that names what should not have happened."""
+    return f"bug in FER, please report: {type(error).__name__}: {error}"
+
+
+def first_line(error: Exception) -> str:
+    """As much of an error as fits into a line."""
+    return (str(error).splitlines() or [repr(error)])[0]

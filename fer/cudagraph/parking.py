@@ -110,11 +110,14 @@ def unpark(plan: Plan, kept: KeptMemory | None = None) -> bool:
         # A start's slab goes first, and what it was to be in place of: there may be no room for both.
         if kv.mapped and (kept is not None or not kv.backed):
             kv.rest()
-        if kept is None:
-            patiently(lambda: kv.back(chunk=CHUNK))
-        else:
-            parts = kept.parts
-            patiently(lambda: kv.back(kept=parts))
+        parts = kept.parts if kept is not None else ()
+        try:
+            patiently(lambda: kv.back(chunk=CHUNK, kept=parts))
+        except BaseException:
+            # What is still to be restored would be refused over nothing, and blamed for it.
+            if plan.restorer is not None:
+                plan.restorer.cancel()
+            raise
     if session is None or not (moved := session.verify_owners()):
         return kept is not None
     log.warning("graphs: %s", "; ".join(moved[:3]))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fer.cudagraph.archive import Archive
 from fer.cudagraph.build import Builder, instantiate
@@ -27,11 +27,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fer.cudagraph")
 
-REST_S = 1.0
+REST_S: Final = 1.0
+"""Seconds for which a restore rests at most: an engine that nobody has serve has time for all of it."""
+
 _LONG_S = 120.0
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 Ready = Callable[[str, Graph], None]
+
+
+class _Cancelled(GraphRefused):
+    """The restore was ended; nothing is wrong with the graph."""
 
 
 @dataclass
@@ -165,7 +171,7 @@ class Restorer:
         ready: called with name and graph as each becomes usable, from a thread of the restorer's.
         order: names, most important first.
         context: the ``CUcontext`` to work in.
-        binaries: the archive's, where some are being loaded already.
+        binaries: the archive's, where they are being checked already.
         rest_after: after so many graphs begin no other one until :meth:`go_on`, or until somebody waits for more of
             them, but for :data:`REST_S` at most. A start that these are enough for has the processor to itself.
     """
@@ -251,6 +257,19 @@ class Restorer:
                 lambda: self._ended or (count is not None and len(self.progress) >= wanted), timeout
             )
 
+    def wait_for(self, name: str, timeout: float) -> bool:
+        """True once this graph is ready, or none that this restore makes; False where it takes longer."""
+
+        def settled() -> bool:
+            return self._ended or name not in self.order or name in {*self.progress.ready, *self.progress.failed}
+
+        with self._moved:
+            if settled():
+                return True
+        self.go_on()
+        with self._moved:
+            return self._moved.wait_for(settled, timeout)
+
     @contextmanager
     def still(self) -> Iterator[None]:
         """Within, no node is being made: the driver refuses one that names an address with nothing behind it.
@@ -274,6 +293,8 @@ class Restorer:
         with self._moved:
             self._moved.wait_for(lambda: not self._holds)
         with at:
+            if self._stop.is_set():  # perhaps by who had stillness, since there is no memory behind addresses now
+                raise _Cancelled("was cancelled")
             yield
 
     def after(self, call: Callable[[], None]) -> None:
@@ -315,12 +336,11 @@ class Restorer:
         for number, name in enumerate(self.order):
             if number == self._rest_after:
                 self._rest()
-            if self._stop.is_set():
-                self._failed(name, GraphRefused("was cancelled"), passing=True)
-                continue
             try:
                 with self._turn(self._building):
                     handle = self._build(name)
+            except _Cancelled as error:
+                self._failed(name, error, passing=True)
             except Exception as error:  # whatever it is, the engine captures this graph and goes on
                 self._failed(name, error)
             else:
@@ -360,6 +380,8 @@ class Restorer:
             with self._moved:
                 progress.ready[name] = time.perf_counter() - self._begin
                 self._moved.notify_all()
+        except _Cancelled as error:
+            self._failed(name, error, passing=True)
         except Exception as error:  # as above
             self._failed(name, error)
         finally:

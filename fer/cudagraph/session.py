@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fer.cudagraph.capture import capture
+from fer.cudagraph.capture import capture, on
 from fer.cudagraph.restore import outputs_of, touched, verify_owners
 from fer.cudagraph.save import layout_digest, name_of, tensors
 
@@ -57,7 +57,7 @@ class Session:
         with self._lock:
             if name in self._barred:
                 return
-            graph.pool_id = plan.ranges.pool.name
+            graph.pool_id, graph.device = plan.ranges.pool.name, plan.device.ordinal
             try:
                 outputs = outputs_of(archive, name, f"cuda:{plan.device.ordinal}", plan.ranges)
             except Exception as error:  # what an archive says of outputs may be anything; this graph is captured
@@ -70,13 +70,16 @@ class Session:
 
     @property
     def missing(self) -> bool:
-        """Whether graphs wait for :meth:`capture_missing`, and none is still being restored."""
-        return bool(self._missing) and self.wait(0)
+        """Whether graphs wait for :meth:`capture_missing`."""
+        return bool(self._missing)
 
     def miss(self, names: Iterable[str]) -> None:
         """These will not come: they are captured when the engine has a moment."""
         with self._lock:
             self._missing |= {size_of(name) for name in names}
+            missing = sorted(self._missing)
+        if missing and self._alone:
+            log.info("graphs: steps of %s rows take a larger graph, or none, until no answer is under way", missing)
 
     def replaced(self, sizes: Iterable[int]) -> None:
         """These were captured natively just now, and stand in for what was restored of them."""
@@ -89,13 +92,13 @@ class Session:
                 self._barred.add(name)
                 self.used.pop(name, None)
 
-    def wait(self, timeout: float | None = None, *, size: int | None = None) -> bool:
-        """True once every graph is ready or failed; with ``size``, once that for so many rows is."""
-        restorer = self._plan.restorer
-        if restorer is None:
-            return True
-        name = name_of(size) if size is not None else ""
-        return restorer.wait(timeout, count=1 + restorer.order.index(name) if name in restorer.order else None)
+    def wait(self, timeout: float | None = None) -> bool:
+        """True once every graph is ready or failed."""
+        return self._plan.restorer is None or self._plan.restorer.wait(timeout)
+
+    def wait_for(self, size: int, timeout: float) -> bool:
+        """True once the graph of so many rows is ready, or will not come; False where it takes longer."""
+        return self._plan.restorer is None or self._plan.restorer.wait_for(name_of(size), timeout)
 
     def verify_owners(self) -> list[str]:
         """After sleep, wake or a change of weights: stop using the graphs whose memory moved; what moved, by name.
@@ -122,21 +125,26 @@ class Session:
                 self.used.pop(name_of(size), None)
         return list(found)
 
-    def capture_missing(self) -> None:
+    def capture_missing(self, most: int | None = None) -> None:
         """Capture what is missing, natively; from the engine's own thread, while no row is at work.
+
+        Args:
+            most: sizes to capture now, the largest first: others may take its graph.
 
         What cannot be captured either (lack of memory) runs eagerly, and the log says so.
         """
         if not self._missing or not self.wait(_LONG_S):
             return
         with self._lock:
-            sizes, self._missing = sorted(self._missing), set()
+            sizes = sorted(self._missing)[-(most or 0) :]
+            self._missing -= set(sizes)
         if not self._alone:
             log.warning("graphs: %s stay without a graph: ranks would have to capture them together", sizes)
             return
         self.captured = True
         try:
-            captured = capture(self._graphs, sizes, None, keep=False)
+            with on(f"cuda:{self._plan.device.ordinal}"):
+                captured = capture(self._graphs, sizes, None, keep=False)
         except RuntimeError as error:  # torch's word for all that can go wrong
             log.warning("graphs: %s stay without a graph: %s", sizes, (str(error).splitlines() or [repr(error)])[0])
             return

@@ -22,7 +22,7 @@ from fer import __version__
 from fer.cudagraph import ahead, beside, check, parking, state
 from fer.cudagraph import plan as planning
 from fer.cudagraph.capture import on
-from fer.cudagraph.outcome import Outcome, figures, first_reasons, left, say, seconds, usable
+from fer.cudagraph.outcome import Outcome, bug, figures, first_line, first_reasons, left, say, seconds, usable
 from fer.cudagraph.plan import Plan
 from fer.cudagraph.restore import touched
 from fer.cudagraph.save import name_of
@@ -66,15 +66,14 @@ class CudaGraphStage(Wide):
 
     def imagine(self, engine: Engine) -> None:
         """Read the archives that the start may restore from."""
-        if engine.device.startswith("cuda"):
-            with suppress(FerError):
-                ahead.read(engine, Options.load().home)
+        with suppress(FerError):
+            options = Options.load()
+            if _described(engine, options) is not None:
+                ahead.read(engine, options.home)
 
     def prepare(self, start: Start) -> None:
         """Reserve, and begin to restore or to record."""
-        if not start.options.cudagraph or start.options.mode == "off" or not start.engine.device.startswith("cuda"):
-            return
-        self._graphs = start.engine.graphs()
+        self._graphs = _described(start.engine, start.options)
         if self._graphs is None:
             return
         with start.report.step("plan graphs") as span:
@@ -84,20 +83,22 @@ class CudaGraphStage(Wide):
             except FerError as error:
                 self._why = str(error)
             except Exception as error:  # a bug of ours must not take down an engine
-                self._why = _bug(error)
+                self._why = bug(error)
                 log.exception("the graphs' stage failed before the weights")
             plan = self._plan
             # Asked on every rank, whatever happened on it: all restore, or none.
             together = start.engine.agree(plan is not None and plan.archive is not None)
             if plan is not None and plan.archive is not None and not together:
-                plan.archive, plan.why = None, "another rank of this launch has no archive that fits"
+                plan.archive = plan.binaries = None
+                plan.why = "another rank of this launch has no archive that fits"
             if plan is not None:
                 try:
                     planning.begin(plan, rest_after=FAST if start.at_once else None)
                     beside.begin(start, plan)
                 except Exception as error:  # as above; what an archive says may be anything, too
                     log.exception("the graphs' stage failed before the weights")
-                    self._give_up(_bug(error))
+                    self._give_up(bug(error))
+            ahead.forget()
 
     @contextmanager
     def placing(self, start: Start) -> Iterator[None]:
@@ -127,7 +128,7 @@ class CudaGraphStage(Wide):
             with plan.ranges.static.place():
                 graphs.allocate()
         except RuntimeError as error:  # torch's word for lack of memory in the range
-            plan.unsaved = f"the inputs do not fit into the range static: {_first_line(error)}"
+            plan.unsaved = f"the inputs do not fit into the range static: {first_line(error)}"
             log.warning("graphs: %s", plan.unsaved)
             self._allocate()
             return
@@ -222,7 +223,7 @@ class CudaGraphStage(Wide):
             graphs.session = None
             plan.let_go()
             start.engine.agree(False)
-            self._capture_alone(start, str(error) if isinstance(error, FerError) else _bug(error))
+            self._capture_alone(start, str(error) if isinstance(error, FerError) else bug(error))
             return
         assert plan.restorer is not None
         if outcome.patient or plan.restorer.wait(0):
@@ -354,7 +355,7 @@ class CudaGraphStage(Wide):
             try:
                 return baseline(graphs) if _alone(start) else None
             except RuntimeError as error:  # lack of memory for a graph more: the engine has those that it needs
-                span.details["failed"] = _first_line(error)
+                span.details["failed"] = first_line(error)
                 return None
 
     def _capture_and_save(self, start: Start, plan: Plan, graphs: DecodeGraphs) -> None:
@@ -375,7 +376,7 @@ class CudaGraphStage(Wide):
                 raise  # ranks that took a step apart cannot take another one
             plan.close_recorder()
             plan.trim()  # two thirds of what was free are wanted elsewhere; what torch has of it stays
-            self._capture_alone(start, f"{plan.why}; not saved: {_first_line(error)}")
+            self._capture_alone(start, f"{plan.why}; not saved: {first_line(error)}")
             return
         plan.trim()
         # Those that did not fit into the range may fit elsewhere; steps of one rank alone would wait for the others.
@@ -392,7 +393,7 @@ class CudaGraphStage(Wide):
             why = f"{why}; not saved: {error}"
             log.warning("the graphs were not saved: %s", error)
         except Exception as error:  # a bug of ours must not take down an engine that has its graphs
-            why = f"{why}; not saved: {_bug(error)}"
+            why = f"{why}; not saved: {bug(error)}"
             log.exception("saving graphs failed")
         finally:
             plan.close_recorder()
@@ -477,12 +478,9 @@ class CudaGraphStage(Wide):
         self._plan, self._why = None, why
 
 
-def _bug(error: Exception) -> str:
-    return f"bug in FER, please report: {type(error).__name__}: {error}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]
+def _described(engine: Engine, options: Options) -> DecodeGraphs | None:
+    wanted = options.cudagraph and options.mode != "off" and engine.device.startswith("cuda")
+    return engine.graphs() if wanted else None
 
 
 def _alone(start: Start) -> bool:

@@ -22,6 +22,8 @@ from fer.memory.kept import KeptMemory
 
 _ROUND = 2 << 20
 _RESTORED_S = 2.0
+"""Seconds that a step waits for its graph, once: a restore that takes longer is in trouble."""
+
 _SWAPPED = 16 << 20
 """Bytes of a row that are exchanged at once: the cache may have all other memory of the device."""
 
@@ -124,7 +126,7 @@ class TransformersGraphs(DecodeGraphs):
         parked: make the cache of :data:`~fer.engines.cache.PARKED_LENGTH` positions only.
     """
 
-    parked = prompted = False
+    parked = prompted = _late = False
 
     def __init__(
         self,
@@ -259,16 +261,20 @@ class TransformersGraphs(DecodeGraphs):
         """Whether graphs could not be restored, or were taken back, and :meth:`settle` would capture them."""
         return self.session is not None and self.session.missing
 
-    def settle(self) -> None:
-        """No row is at work: a moment to capture graphs that could not be restored."""
+    @property
+    def restoring(self) -> bool:
+        """Whether some graphs are still being restored."""
+        return self.session is not None and not self.session.wait(0)
+
+    def settle(self, most: int | None = None) -> None:
+        """No row is at work: a moment to capture graphs that could not be restored, or so many of them."""
         if self.session is not None:
-            self.session.capture_missing()
+            self.session.capture_missing(most)
 
     @torch.inference_mode()
     def prompt(self, row: int, ids: Sequence[int]) -> int:
         """Fill a row with a prompt, eagerly; the token that follows it."""
         slots = self._slots()
-        self.prompted = True
         batch = torch.tensor([list(ids)], device=self.device)
         places = torch.arange(len(ids), device=self.device)[None]
         slots.prompt_row = row
@@ -281,6 +287,7 @@ class TransformersGraphs(DecodeGraphs):
         token = int(found.logits[0, -1].argmax())
         slots.token[row] = token
         slots.position[row] = len(ids)
+        self.prompted = True
         return token
 
     def first_prompt(self, token: int) -> None:
@@ -340,12 +347,16 @@ class TransformersGraphs(DecodeGraphs):
                 self._settled()
 
     def _await_graph(self, active: int) -> None:
-        """Where so many rows have no graph yet: an eager step beside the restore takes longer than the rest of that."""
+        """Where so many rows have no graph of their own yet, and are to have one.
+
+        An eager step beside the restore takes longer than what is left of that, and one of another width rounds
+        otherwise than those of the engine whose answers are gone on with.
+        """
+        size = min((size for size in self.batch_sizes if size >= active), default=None)
         with self._lock:
-            ready = max(self._graphs, default=0)
-        if active > ready and self.session is not None:
-            enough = (size for size in self.batch_sizes if size >= active)
-            self.session.wait(_RESTORED_S, size=min(enough, default=None))
+            there = size in self._graphs
+        if size is not None and not there and not self._late and self.session is not None:
+            self._late = not self.session.wait_for(size, _RESTORED_S)
 
     def step_size(self, active: int) -> int:
         """Rows that a step of the first ``active`` ones computes: those of the smallest graph that takes them.

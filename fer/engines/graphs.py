@@ -43,11 +43,15 @@ class Session(Protocol):
     def verify_owners(self) -> list[str]:
         """Stop using the graphs whose memory moved; what moved, by name."""
 
-    def capture_missing(self) -> None:
-        """Capture what could not be restored or was taken back; to be called by the engine while no row is at work."""
+    def capture_missing(self, most: int | None = None) -> None:
+        """Capture what could not be restored or was taken back, or so many sizes of that; to be called by the engine
+        while no row is at work."""
 
-    def wait(self, timeout: float | None = None, *, size: int | None = None) -> bool:
-        """True once every graph is ready or failed; with ``size``, once that for so many rows is."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """True once every graph is ready or failed; they are usable one by one before that."""
+
+    def wait_for(self, size: int, timeout: float) -> bool:
+        """True once the graph of so many rows is ready, or will not come; False where it takes longer."""
 
 
 class DecodeGraphs(ABC):

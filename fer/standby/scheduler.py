@@ -1,18 +1,21 @@
 """Who decodes next: the engine's thread, with as many answers at once as the engine has rows.
 
-Requests wait in the order in which they came. A free row takes the next one, its prompt is read between two steps, and
-every step gives each running answer one token. Answers that the cache holds are all taken up before the next step.
+Requests wait in the order in which they came, after answers that an engine before this one began. A free row takes the
+next one, its prompt is read between two steps, and every step gives each running answer one token. Answers that the
+cache holds are all taken up before the next step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fer.errors import OptionError
+from fer.memory.patience import lacks_memory
 from fer.standby.text import TextStream
 from fer.standby.wire import Differed, Ended, Event, Failed, Piece
 
@@ -47,8 +50,12 @@ class Rows(Protocol):
             False where it does not hold them; the row is as before.
         """
 
-    def rest(self) -> None:
-        """No answer is under way, and none was for a while: do what the next ones would wait for."""
+    def rest(self) -> float | None:
+        """No answer is under way, and none was for a while: do some of what the next ones would wait for.
+
+        Returns:
+            seconds after which there is more to do, if none comes; None for nothing more.
+        """
 
 
 class RankRows(Rows, Protocol):
@@ -106,9 +113,9 @@ class SlotRows:
         self.kept: set[int] = set()
 
     def begin(self, row: int, ids: Sequence[int], limit: int) -> int:
-        self.kept.discard(row)
         if self.ledger is None:
             return self._decode.prompt(row, ids)
+        self._make_way(row)
         self.ledger.empty(row)
         token = self._decode.prompt(row, ids)
         self.ledger.fill(row, ids, token)
@@ -142,17 +149,37 @@ class SlotRows:
         self.ledger.fill(row, ids[:-1], ids[-1])
         return True
 
-    def rest(self) -> None:
+    def _make_way(self, row: int) -> None:
+        """A row that somebody may still come for goes to where nobody does, if there is such a place."""
+        free = next((other for other in range(row + 1, self.count) if other not in self.kept), None)
+        if row in self.kept and free is not None and self.ledger is not None:
+            with self.ledger.swapping(row, free):
+                self._decode.swap(row, free)
+            self.kept.add(free)
+        self.kept.discard(row)
+
+    def rest(self) -> float | None:
         # A start at once takes no prompt: what that loads, answers that are under way would wait for.
         if not self._decode.prompted:
-            with self.ledger.aside(0) if self.ledger is not None else contextlib.nullcontext():
-                self._decode.first_prompt(0)
-        if self._decode.lacking:  # to capture takes steps of as many rows, which write to them
-            if self.ledger is not None:
-                for row in self.ledger.held():
-                    self.ledger.empty(row)
-            self.kept.clear()
-            self._decode.settle()
+            try:
+                with self.ledger.aside(0) if self.ledger is not None else contextlib.nullcontext():
+                    self._decode.first_prompt(0)
+            except Exception as error:
+                if not lacks_memory(error):
+                    raise
+                log.warning("a first prompt has no memory, and is taken by the next request: %s", error)
+                return None
+        if self._decode.restoring:
+            return REST_S
+        if not self._decode.lacking:
+            return None
+        # To capture takes steps of as many rows, which write to them.
+        if self.ledger is not None:
+            for row in self.ledger.held():
+                self.ledger.empty(row)
+        self.kept.clear()
+        self._decode.settle(most=1)
+        return 0.0 if self._decode.lacking else None
 
 
 def rows_of(engine: TransformersEngine) -> RankRows:
@@ -219,6 +246,8 @@ class Job:
         return [*piece, Ended(reason)]
 
 
+log = logging.getLogger("fer.standby")
+
 REST_S: Final = 1.0
 """Seconds without an answer after which rows do what there was no time for."""
 
@@ -242,7 +271,8 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []  # by row
         self._change = threading.Condition()
-        self._stopped = self._rested = False
+        self._stopped = False
+        self._rest_s: float | None = REST_S
 
     def submit(self, job: Job) -> None:
         """Queue a job. From any thread."""
@@ -265,16 +295,13 @@ class Scheduler:
         """Decode until stopped; may be run again. Jobs that are left then are forgotten."""
         while True:
             with self._change:
-                limit_s = None if self._rested else REST_S
-                idle = not self._change.wait_for(lambda: self._stopped or self._waiting or self._running, limit_s)
-                self._rested = idle
+                idle = not self._change.wait_for(lambda: self._stopped or self._waiting or self._running, self._rest_s)
                 if self._stopped:
                     self._stopped = False
                     self._waiting.clear()
                     self._running.clear()
                     return
-            if idle:
-                self._rows.rest()
+            self._rest_s = self._rows.rest() if idle else REST_S
             # One prompt a step: running answers go on while others come in. What the cache holds needs no prompt.
             while (job := self._next()) is not None and not self._begin(job):
                 pass
@@ -283,12 +310,14 @@ class Scheduler:
                 self._step()
 
     def _next(self) -> Job | None:
-        """The next job for a free row, which nobody has cancelled."""
+        """The next job for a free row, which nobody has cancelled: first of those that another engine began."""
         with self._change:
-            while self._waiting and len(self._running) < self._rows.count:
-                if not (job := self._waiting.popleft()).cancelled:
-                    return job
-        return None
+            self._waiting = deque(job for job in self._waiting if not job.cancelled)
+            if not self._waiting or len(self._running) == self._rows.count:
+                return None
+            job = next((job for job in self._waiting if job.held()), self._waiting[0])
+            self._waiting.remove(job)
+            return job
 
     def _begin(self, job: Job) -> bool:
         """Give a job the next row; whether a prompt was read for that."""

@@ -141,13 +141,16 @@ def test_an_idle_engine_has_its_missing_graphs_captured(folder: Path) -> None:
     class Watching:
         captured, missing = False, True
 
-        def capture_missing(self) -> None:
+        def capture_missing(self, most: int | None = None) -> None:
             asked.append("idle")
 
         def verify_owners(self) -> list[str]:
             return []
 
-        def wait(self, timeout: float | None = None, *, size: int | None = None) -> bool:
+        def wait(self, timeout: float | None = None) -> bool:
+            return True
+
+        def wait_for(self, size: int, timeout: float) -> bool:
             return True
 
     decode.session = Watching()
@@ -179,31 +182,57 @@ def test_a_step_at_the_beginning_makes_what_a_prompt_does(folder: Path) -> None:
     assert [decode.first_step(token) for token in (0, 7, 90)] == [decode.prompt(2, [token]) for token in (0, 7, 90)]
 
 
-def test_more_rows_than_any_graph_takes_wait_for_what_is_being_restored(folder: Path) -> None:
-    decode = engine(folder, batch_sizes=(1, 4)).graphs()
+class Replayed:
+    """A graph that notes how often it ran."""
+
+    def __init__(self, token: list[int]) -> None:
+        self.times, self.outputs = 0, {"token": torch.tensor(token)}
+
+    def replay(self) -> None:
+        self.times += 1
+
+    def reset(self) -> None: ...
+
+    def pool(self) -> None: ...
+
+
+class Restoring:
+    """A session whose graph for four rows is made while somebody waits for it, or never."""
+
+    captured = missing = False
+
+    def __init__(self, decode: Any, graph: Replayed | None) -> None:
+        self.decode, self.graph, self.asked = decode, graph, list[int]()
+
+    def wait_for(self, size: int, timeout: float) -> bool:
+        self.asked.append(size)
+        if self.graph is not None:
+            self.decode.use(4, self.graph, self.graph.outputs)
+        return self.graph is not None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
+
+    def verify_owners(self) -> list[str]:
+        return []
+
+    def capture_missing(self, most: int | None = None) -> None: ...
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_rows_wait_for_the_graph_of_their_number_and_not_for_ever(folder: Path, comes: bool) -> None:
+    decode = engine(folder, batch_sizes=(8, 1, 4)).graphs()
     assert decode is not None
-    asked: list[int | None] = []
-
-    class Replayed:
-        def replay(self) -> None:
-            asked.append(None)
-
-    class Restoring:
-        captured = missing = False
-
-        def wait(self, timeout: float | None = None, *, size: int | None = None) -> bool:
-            asked.append(size)
-            outputs = {"token": torch.tensor([5, 6, 7, 8])}
-            decode.use(4, Replayed(), outputs)  # type: ignore[arg-type]
-            return True
-
     for row in range(3):
         decode.prompt(row, [row])
-    decode.use(1, Replayed(), {"token": torch.tensor([9])})  # type: ignore[arg-type]
-    decode.session = Restoring()  # type: ignore[assignment]
-    assert decode.advance(1) == [9] and asked == [None]
-    assert decode.advance(3) == [5, 6, 7] and asked == [None, 4, None]
-    assert decode.advance(3) == [5, 6, 7] and asked == [None, 4, None, None]
+    one, four, eight = Replayed([9]), Replayed([5, 6, 7, 8]), Replayed([1] * 8)
+    decode.use(1, one, one.outputs)
+    decode.use(8, eight, eight.outputs)
+    decode.session = session = Restoring(decode, four if comes else None)
+    assert decode.advance(1) == [9] and session.asked == []
+    for _ in range(3):
+        assert decode.advance(3) == ([5, 6, 7] if comes else [1, 1, 1])
+    assert session.asked == [4], "once: it is there, or in trouble"
 
 
 def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:

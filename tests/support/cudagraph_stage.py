@@ -64,6 +64,9 @@ class FakeRestorer:
 
     def go_on(self) -> None: ...
 
+    def wait_for(self, name: str, timeout: float) -> bool:
+        return True
+
     @contextmanager
     def still(self) -> Iterator[None]:
         yield

@@ -144,6 +144,25 @@ def test_captured_graphs_over_a_slab_are_not_saved(bench: Bench) -> None:
     assert not bench.plan.path.exists()
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_where_the_cache_gets_no_memory_nothing_is_built_over_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    monkeypatch.setattr(patience, "FREED_S", 0.0)
+    restorer = bench.restoring()
+    bench.plan.archive.facts["kv"] = {"slab": 1}  # type: ignore[union-attr]
+    bench.run()
+    assert not restorer.cancelled
+    if kept:
+        with pytest.raises(MappingError):
+            bench.stage.unpark(bench.start, KeptMemory("GPU-1", "cuda", [(3, None)]))  # type: ignore[list-item]
+    else:
+        kv(bench).lacks = 100
+        with pytest.raises(OutOfMemory):
+            bench.stage.unpark(bench.start)
+    assert restorer.cancelled
+
+
 def test_memory_that_comes_back_late_is_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.restoring()
     bench.plan.archive.facts["kv"] = {"slab": 1}  # type: ignore[union-attr]

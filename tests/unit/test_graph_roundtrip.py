@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from fer.cudagraph import archive as archives
 from fer.cudagraph.archive import Archive, Content
@@ -165,6 +169,27 @@ def test_an_archive_becomes_graphs_that_replay(tmp_path: Path) -> None:
     with pytest.raises(FerBug):
         graph.replay()
     assert not fake.execs
+
+
+@pytest.mark.parametrize(("device", "entered"), [(None, []), (0, []), (1, [1])])
+def test_a_graph_is_launched_on_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: int | None, entered: list[int]
+) -> None:
+    fake, seen, current = FakeDriver(), list[int](), [0]
+
+    @contextmanager
+    def on(number: int) -> Iterator[None]:
+        seen.append(number)
+        current.append(number)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=70 + current[-1]))
+    monkeypatch.setattr(fake.cuda, "launch", lambda executable, stream: seen.append(stream))
+    Graph("decode/4", 1, fake.cuda, device=device).replay()
+    assert seen == [*entered, 70 + (device or 0)]
 
 
 def test_dynamic_shared_memory_is_raised_and_never_lowered(tmp_path: Path) -> None:
@@ -374,6 +399,36 @@ def test_a_restore_that_rests_goes_on_when_it_is_wanted(
         getattr(restorer, by)()
     assert restorer.wait(60)
     assert counted.begun == (counted.names if by != "cancel" else counted.names[:2])
+
+
+def test_who_wants_one_graph_waits_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(tmp_path, monkeypatch)
+    restorer, finish = counted.restorer, threading.Event()
+    assert restorer.wait_for("decode/77", 60) and restorer.wait_for("decode/101", 60), "it was never to come, or failed"
+    threading.Event().wait(0.05)
+    assert counted.begun == counted.names[:2], "for which nobody has to hurry"
+    finished = restorer._finish
+
+    def late(name: str, handle: int) -> None:
+        assert finish.wait(60)
+        finished(name, handle)
+
+    monkeypatch.setattr(restorer, "_finish", late)
+    # The others fail before it is ready.
+    assert not restorer.wait_for("decode/4", 0.2)
+    finish.set()
+    assert restorer.wait_for("decode/4", 60) and "decode/4" in restorer.progress.ready
+
+
+def test_what_is_cancelled_in_stillness_is_built_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(tmp_path, monkeypatch)
+    with counted.restorer.still():
+        counted.restorer.go_on()
+        threading.Event().wait(0.05)
+        counted.restorer.cancel()
+    assert counted.restorer.wait(60)
+    assert counted.begun == counted.names[:2]
+    assert counted.restorer.progress.passing == set(counted.names[2:]), "nothing speaks against them"
 
 
 def test_and_in_the_end_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

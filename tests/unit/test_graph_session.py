@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,6 +172,33 @@ def test_the_cheapest_of_the_first_are_checked_while_others_are_restored(
     assert counts[:2] == waited
 
 
+def test_missing_graphs_are_captured_one_by_one_on_their_gpu(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fer")
+    bench.restoring()
+    bench.run()
+    found, devices = bench.graphs.session, list[str]()
+
+    @contextmanager
+    def on(device: str) -> Iterator[None]:
+        devices.append(device)
+        yield
+        devices.append("")
+
+    monkeypatch.setattr(session, "on", on)
+    bench.plan.device.ordinal = 1
+    assert isinstance(found, session.Session) and not found.missing
+    found.miss(NAMES)
+    assert "[4, 8] rows" in caplog.text
+    for left in (True, False):
+        assert found.missing
+        found.capture_missing(1)
+        assert found.missing == left and devices.pop() == "" and devices.pop() == "cuda:1"
+    assert bench.captures == [([8], False), ([4], False)]
+    assert found.wait_for(4, 1.0)
+
+
 def test_a_start_at_once_waits_for_what_is_checked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("FAST", 1), ("FIRST", 2)):
         monkeypatch.setattr(stage, name, number)
@@ -189,9 +218,6 @@ def test_a_start_at_once_waits_for_what_is_checked(bench: Bench, monkeypatch: py
     restorer.go_on = lambda: woken.append("go on")  # type: ignore[method-assign]
     bench.stage.served(bench.start)
     assert woken == ["go on"]
-    for size, count in ((4, 1), (8, 2), (5, None), (None, None)):
-        session.wait(1.0, size=size)
-        assert counts[-1] == count
 
 
 def test_some_graph_is_always_checked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 
 from fer.errors import MappingError
 from fer.memory.seal import fixed_memfd, memfd
+from fer.standby import scheduler
 from fer.standby.ledger import Ledger, bytes_for
 from fer.standby.scheduler import SlotRows
 
@@ -29,7 +31,7 @@ class Cache:
         self.fate = fate
         self.memory = [[-1] * LENGTH for _ in range(ROWS)]
         self.token, self.position = [0] * ROWS, [0] * ROWS
-        self.prompted = self.lacking = False
+        self.prompted = self.lacking = self.restoring = False
 
     def _moment(self) -> None:
         if self.fate.random() < 0.02:
@@ -59,7 +61,7 @@ class Cache:
         self._moment()
         self.memory[0][0] = held
 
-    def settle(self) -> None:
+    def settle(self, most: int) -> None:
         """Graphs are captured: each size takes steps."""
         self.position[:] = self.fate.choices(range(LENGTH), k=ROWS)
         self.advance(self.fate.randint(1, ROWS))
@@ -213,5 +215,42 @@ def test_rows_at_rest_do_what_the_start_left_out() -> None:
     rows.rest()
     assert cache.prompted and cache.memory[0] == held and ledger.held() == [0] and rows.kept == {0}
     cache.lacking = True
-    rows.rest()
+    cache.restoring = True
+    assert rows.rest() == scheduler.REST_S and cache.lacking, "there will be more to capture, or less"
+    cache.restoring = False
+    assert rows.rest() is None
     assert not cache.lacking and ledger.held() == [] and rows.kept == set(), "steps ran over what rows held"
+
+
+def test_a_first_prompt_without_memory_is_left_to_the_next_request(caplog: pytest.LogCaptureFixture) -> None:
+    cache, ledger = Cache(random.Random(1)), Ledger.create(ROWS, LENGTH)
+    rows = SlotRows(cache)  # type: ignore[arg-type]
+    rows.ledger = ledger
+
+    def fail(error: Exception) -> None:
+        def prompt(token: int) -> None:
+            raise error
+
+        cache.first_prompt = prompt  # type: ignore[method-assign]
+
+    fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert rows.rest() is None and "no memory" in caplog.text
+    fail(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        rows.rest()
+
+
+def test_a_new_prompt_leaves_the_rows_that_somebody_may_come_for() -> None:
+    cache, ledger = Cache(random.Random(1)), Ledger.create(ROWS, LENGTH)
+    cache.fate.random = lambda: 0.5  # type: ignore[method-assign]
+    rows = SlotRows(cache)  # type: ignore[arg-type]
+    rows.ledger = ledger
+    texts = [[*range(5 * row, 5 * row + 5)] for row in range(ROWS - 1)]
+    for row, text in enumerate(texts):
+        text.append(rows.begin(row, text, 5))
+    rows.kept = set(range(ROWS - 1))
+    rows.begin(0, [99], 5)
+    assert rows.kept == {1, 2, 3}
+    for number, text in enumerate(texts, 1):
+        assert rows.resume(number, text)
+        assert cache.memory[number][:5] == text[:-1]

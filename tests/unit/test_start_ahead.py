@@ -42,6 +42,9 @@ class Engine:
     def import_code(self) -> None:
         self.asked.append("code")
 
+    def graphs(self) -> object:
+        return self
+
     def identity(self) -> Any:
         self.asked.append("identity")
         quantization = {"quantization": self._quantization, "quantization_config": {}}
