@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fer.cudagraph import store
 from fer.weights.client import KeeperClient
@@ -70,9 +71,9 @@ def folder(tmp_path: Path) -> Path:
     return serve_models.add_words(made)
 
 
-def proven(children: Children, folder: Path, log: Path) -> str:
+def proven(children: Children, folder: Path, log: Path, *more: str) -> str:
     """The first start: weights are published, graphs saved and proven; the undisturbed answer."""
-    served = Served(children, folder, log, "--launcher", "off")
+    served = Served(children, folder, log, "--launcher", "off", *more)
     served.ready(1)
     answer = served.stream(PROMPT, COUNT).rest().text
     wait_until(
@@ -129,6 +130,27 @@ def test_engines_die_and_every_answer_is_the_same(
     with KeeperClient.connect(runtime_dir) as client:
         client.stop(force=True)
     wait_for_free(free)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_engine_on_another_gpu_than_the_first(
+    children: Children, folder: Path, runtime_dir: Path, tmp_path: Path, warm_gpu: None
+) -> None:
+    second = ("--device", "cuda:1")
+    answer = proven(children, folder, tmp_path / "first.log", *second)
+    Launcher(children, imports=DEFAULT_IMPORTS)
+    served = Served(children, folder, tmp_path / "serve.log", *second)
+    for _ in range(2):
+        served.ready(1)
+        waiting(served)
+        assert (served.path("weights"), served.path("cudagraph")) == ("attached", "restored"), served.status()
+        stream = served.stream(PROMPT, COUNT).read(5)
+        served.kill_worker()
+        assert stream.rest().text == answer
+        assert served.stream(PROMPT, COUNT).rest().text == answer, "a prompt of its own"
+    assert served.end() == 0
+    with KeeperClient.connect(runtime_dir) as client:
+        client.stop(force=True)
 
 
 def alone(children: Children, folder: Path, log: Path, answer: str) -> None:
