@@ -93,9 +93,18 @@ def private_keeper() -> Iterator[Path]:
 
 def gpu_used_mib() -> int:
     """Memory in use on the first visible GPU, as nvidia-smi reports it, MiB: by a process without a context."""
+    return int(_of_gpu("--query-gpu=memory.used")[0])
+
+
+def gpu_processes_mib() -> list[int]:
+    """What each process accounts for of that, MiB; nothing where processes are another container's."""
+    return [int(line) for line in _of_gpu("--query-compute-apps=used_memory") if line.strip().isdigit()]
+
+
+def _of_gpu(question: str) -> list[str]:
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    command = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
+    command = ["nvidia-smi", "-i", gpu, question, "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def median(values: list[float]) -> float:
